@@ -1,0 +1,61 @@
+"""The batch: what a data source hands to the trainer.
+
+Everything is indexed by token or by row, so that context parallelism can cut sequences and the pipeline can cut
+microbatches without knowing the objective. Shapes: B rows, S tokens a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+IGNORE = -100  # label of a token that is not trained on
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """One microbatch of one rank.
+
+    `documents` numbers the documents inside a row (0, 1, …); attention never crosses one. `offsets` are their
+    boundaries over the B*S flattened tokens, or None when every row is one document. `sequences` holds the number of
+    each row in the run's one long list of sequences; -1 marks a row that only fills the batch up and counts nowhere.
+    """
+
+    tokens: torch.Tensor  # int64 [B, S]
+    labels: torch.Tensor  # int64 [B, S], already shifted; IGNORE = not trained on
+    positions: torch.Tensor  # int64 [B, S], from 0 at each document's start in the row
+    documents: torch.Tensor  # int32 [B, S]
+    sequences: torch.Tensor  # int64 [B]
+    offsets: torch.Tensor | None  # int32 [n + 1], or None
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device. Offsets go along: the fused kernels read them where they run."""
+
+        def move(value):
+            return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+        return type(self)(**{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
+    def token_count(self) -> int:
+        """Tokens of real rows (filler rows left out)."""
+        return int((self.sequences >= 0).sum()) * self.tokens.shape[1]
+
+    def trained_count(self) -> int:
+        """Tokens that the loss is taken on."""
+        return int((self.labels != IGNORE).sum())
+
+
+def document_offsets(documents: torch.Tensor) -> torch.Tensor | None:
+    """Boundaries of the documents of [B, S] document numbers over B*S flattened tokens, int32 [n + 1].
+
+    None if every row is one document: then plain causal attention is right, and faster.
+    """
+    rows, length = documents.shape
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    found = starts.flatten().nonzero().flatten()
+    if len(found) == rows:
+        return None
+    return torch.cat([found, found.new_tensor([rows * length])]).to(torch.int32)
