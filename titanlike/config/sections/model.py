@@ -1,0 +1,91 @@
+"""[model] and [loss]: what is trained, and how hidden states become a loss."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from titanlike.config.sections.base import BelowOne, Names, NonNegative, Positive, PositiveFloat, Section
+
+
+class ModelOverrides(Section):
+    """[model.overrides]: sizes laid over those of the flavor."""
+
+    dim: Positive | None = None
+    """Width of the residual stream."""
+
+    n_layers: Positive | None = None
+    """Number of blocks."""
+
+    n_heads: Positive | None = None
+    """Query heads."""
+
+    n_kv_heads: Positive | None = None
+    """Key/value heads; must divide n_heads."""
+
+    head_dim: Positive | None = None
+    """Width of a head; follows from dim and n_heads where one of those is overridden."""
+
+    ffn_dim: Positive | None = None
+    """Hidden width of the feed-forward layer."""
+
+    vocab_size: Positive | None = None
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
+
+    max_seq_len: Positive | None = None
+    """Longest sequence in tokens."""
+
+    norm_eps: PositiveFloat | None = None
+    """Added to the mean square in RMSNorm."""
+
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies."""
+
+    tied_head: bool | None = None
+    """Use the embedding's weight as the head."""
+
+    dropout: BelowOne | None = None
+    """Dropout on the residual stream, as a share of its elements."""
+
+
+class Model(Section):
+    """Which decoder, its tokenizer, and what is done to it when it is built."""
+
+    name: str = "llama3"
+    """Model family."""
+
+    flavor: str = "debugmodel"
+    """Sizes of the family by name, such as 8B."""
+
+    hf_assets_path: str = "debug"
+    """Folder with the tokenizer (and weights in Hub format, if wanted), or "debug" for the small one that ships."""
+
+    hf_revision: str | None = None
+    """Branch, tag or commit where hf_assets_path is a Hub id."""
+
+    attention: Literal["auto", "sdpa", "math", "flex", "varlen"] = "auto"
+    """Attention kernel; auto picks the fastest that the device has."""
+
+    converters: Names = []
+    """What is done to the built model, in order, e.g. quantize.linear.float8."""
+
+    print_after_conversion: bool = False
+    """Log the model's modules after the converters ran."""
+
+    freeze: Names = []
+    """Patterns of parameter names that are not trained."""
+
+    overrides: ModelOverrides = ModelOverrides()
+    """Sizes laid over those of the flavor."""
+
+
+class Loss(Section):
+    """How hidden states and the head become log-probabilities."""
+
+    implementation: Literal["linear", "logits"] = "linear"
+    """linear: in chunks of tokens, never a whole table of logits; logits: the whole table (the yardstick)."""
+
+    chunk_size: NonNegative = 0
+    """Tokens a chunk of the linear form; 0 picks one by the sizes of vocabulary and cache."""
+
+    z_loss: float = 0.0
+    """Weight of the squared log-normaliser added to the loss; 0 is off."""
