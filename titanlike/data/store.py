@@ -69,9 +69,8 @@ class TokenStore:
         """Problems found by reading everything and comparing checksums; [] if there are none."""
         problems = []
         for name, facts in self.manifest["files"].items():
-            with open(self.folder / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
-                    problems.append(f"{self.folder / name}: the content is not what was written (checksum differs)")
+            if _checksum(self.folder / name) != facts["sha256"]:
+                problems.append(f"{self.folder / name}: the content is not what was written (checksum differs)")
         return problems
 
     def __reduce__(self):
@@ -111,13 +110,21 @@ def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
 
 
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 class _HashedFile:
     """A file that is written from front to back, its checksum taken on the way."""
 
     def __init__(self, path: Path):
         self.path = path
         self.bytes = 0
-        self._file = open(path, "wb")
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by close or abandon)
         self._hash = hashlib.sha256()
 
     def write(self, array: np.ndarray) -> None:
