@@ -5,8 +5,8 @@ from __future__ import annotations
 from titanlike.config.sections.base import Section
 from titanlike.config.sections.checkpoint import Checkpoint
 from titanlike.config.sections.data import Data, Validation
-from titanlike.config.sections.job import Debug, Experimental, Job
-from titanlike.config.sections.memory import ActivationCheckpoint, Compile, MemoryEstimation, Quantize
+from titanlike.config.sections.job import Debug, Job
+from titanlike.config.sections.memory import ActivationCheckpoint, Compile, Quantize
 from titanlike.config.sections.model import Loss, Model
 from titanlike.config.sections.observe import Metrics, Profiling
 from titanlike.config.sections.parallelism import Comm, Elastic, FaultTolerance, Parallelism
@@ -48,6 +48,4 @@ class Config(Section):
     rollout: Rollout = Rollout()
     weight_sync: WeightSync = WeightSync()
     environment: list[Environment] = []
-    memory_estimation: MemoryEstimation = MemoryEstimation()
     fault_tolerance: FaultTolerance = FaultTolerance()
-    experimental: Experimental = Experimental()

@@ -1,4 +1,4 @@
-"""[job], [debug], [experimental]: what the run is and how strictly it repeats."""
+"""[job] and [debug]: what the run is and how strictly it repeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Recipe = Literal["pretrain", "sft", "dpo", "reward", "distill", "grpo", "ppo"]
 class Job(Section):
     """What the run is and where its outputs go."""
 
-    config_file: str | list[str] | None = None
+    config_file: Names = []
     """TOML file, or several that are merged from left to right. A bare name is also looked for in train_configs/."""
 
     recipe: Recipe = "pretrain"
@@ -34,9 +34,6 @@ class Job(Section):
 
     imports: Names = Field(default=[], alias="import")
     """Python modules to import first; their decorators register families, data sources, optimizers and the like."""
-
-    custom_config_module: str = ""
-    """TorchTitan's way to add config classes; not supported, use job.import."""
 
 
 class Debug(Section):
@@ -59,13 +56,3 @@ class Debug(Section):
 
     moe_force_load_balance: bool = False
     """Route tokens to experts in turn instead of by the router (for measuring speed)."""
-
-
-class Experimental(Section):
-    """TorchTitan's section of that name; its keys have homes elsewhere here."""
-
-    custom_import: str = ""
-    """TorchTitan's hook for a module of one's own; an alias of job.import."""
-
-    custom_args_module: str = ""
-    """Older form of job.custom_config_module; not supported, use job.import."""

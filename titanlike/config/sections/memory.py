@@ -1,4 +1,4 @@
-"""[activation_checkpoint], [compile], [quantize.*], [memory_estimation]: what makes a step fit and fly."""
+"""[activation_checkpoint], [compile], [quantize.*]: what makes a step fit and fly."""
 
 from __future__ import annotations
 
@@ -131,13 +131,3 @@ class Quantize(Section):
 
     grouped_mm: GroupedQuantize = GroupedQuantize()
     """Grouped products of experts."""
-
-
-class MemoryEstimation(Section):
-    """TorchTitan's estimator; here it is the command `titanlike plan`."""
-
-    enable: bool = False
-    """Estimate memory instead of training; not supported, use titanlike plan."""
-
-    disable_fake_mode: bool = False
-    """Estimate on real tensors."""

@@ -51,5 +51,5 @@ class Profiling(Section):
     enable_memory_snapshot: bool = False
     """Write snapshots of the accelerator's memory, also when it runs out."""
 
-    save_memory_snapshot_folder: str = "memory_snapshots"
+    save_memory_snapshot_folder: str = "memory_snapshot"
     """Folder of the snapshots, under dump_folder."""

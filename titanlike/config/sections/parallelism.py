@@ -68,10 +68,10 @@ class Parallelism(Section):
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ulysses"] = "allgather"
     """How keys and values travel: gathered, around a ring (alltoall), or heads exchanged for tokens (ulysses)."""
 
-    expert_parallel_degree: int = 1
+    expert_parallel_degree: Degree = 1
     """Ranks over which experts are spread, taken from the shard, context and tensor axes."""
 
-    expert_tensor_parallel_degree: int = 1
+    expert_tensor_parallel_degree: Degree = 1
     """Ranks over which each expert is split: 1 or tensor_parallel_degree."""
 
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
@@ -103,7 +103,7 @@ class Comm(Section):
 class Elastic(Section):
     """What gives way when the number of ranks changes."""
 
-    enable: bool = True
+    enable: bool = False
     """Fit the data-parallel degree to the ranks there are at a restart."""
 
     min_world: Degree = 1

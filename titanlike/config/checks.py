@@ -1,0 +1,286 @@
+"""Rules that hold between keys. Ranges of single keys are in the sections.
+
+A rule is a generator of problems, with the keys that it speaks of (the first is where the message points). Rules see
+a config whose single values are valid; they import no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from titanlike.config.datasets import datasets
+from titanlike.config.derive import batch_problem, degree_problem, degrees, implied_world, written_degrees
+from titanlike.config.nearest import nearest_word
+from titanlike.config.schema import Config
+from titanlike.errors import ConfigError
+
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon", "AdamW8bit", "AdamW4bit", "AdamWFp8")
+CONVERTERS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+    "PipelineScheduleSingle",
+    "PipelineScheduleMulti",
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that doesn't fit, and the keys it speaks of."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+Rule = Callable[[Config], Iterator[Problem]]
+
+
+def find_problems(config: Config, world: int | None = None, *, restart: bool = False) -> list[Problem]:
+    """All rules over a config, with the number of processes if it is known.
+
+    At a restart the batch may leave a remainder, which is filled up with empty rows.
+    """
+    found = [problem for rule in RULES for problem in rule(config)]
+    found += layout(config, world, restart=restart)
+    return found
+
+
+def layout(config: Config, world: int | None, *, restart: bool) -> Iterator[Problem]:
+    """Degrees against the processes, batch against the degrees."""
+    keys = tuple(written_degrees(config))
+    if text := degree_problem(config, world):
+        named = tuple(key for key in keys if text.startswith(key)) or keys
+        yield Problem(named, text)
+        return
+    world = world or implied_world(config)
+    # Without the number of processes the shards count for one: what fails then fails for any number.
+    known = degrees(config, world).data if world else max(1, config.parallelism.data_parallel_replicate_degree)
+    if not restart and (text := batch_problem(config, known)):
+        yield Problem(("training.global_batch_size", "training.local_batch_size"), text)
+
+
+def decoder(config: Config) -> Iterator[Problem]:
+    """The family and flavor exist, sizes fit together, and sequences are not longer than the model allows."""
+    from titanlike.models.spec import decoder_spec
+
+    try:
+        spec = decoder_spec(config)
+    except ConfigError as error:
+        if not config.job.imports:  # else an imported module may know the name
+            yield from (Problem((text.split(" ")[0].rstrip(":"),), text) for text in error.problems)
+        return
+    for key, seq_len in (
+        ("training.seq_len", config.training.seq_len),
+        ("validation.seq_len", config.validation.seq_len),
+    ):
+        if seq_len and seq_len > spec.max_seq_len:
+            yield Problem(
+                (key, "model.flavor"),
+                f"{key} = {seq_len}: is longer than the {spec.max_seq_len} of model.flavor = {config.model.flavor!r}"
+                " (model.overrides.max_seq_len changes that)",
+            )
+    yield from _split_of_decoder(config, spec.n_heads, spec.n_layers)
+
+
+def _split_of_decoder(config: Config, n_heads: int, n_layers: int) -> Iterator[Problem]:
+    # Fewer key/value heads than ranks are replicated, so only query heads must divide.
+    tensor = config.parallelism.tensor_parallel_degree
+    if tensor > 1 and n_heads % tensor:
+        key = "parallelism.tensor_parallel_degree"
+        yield Problem((key, "model.flavor"), f"{key} = {tensor}: must divide the model's {n_heads} query heads")
+    stages = config.parallelism.pipeline_parallel_degree
+    if stages > n_layers:
+        key = "parallelism.pipeline_parallel_degree"
+        yield Problem((key, "model.flavor"), f"{key} = {stages}: is more than the model's {n_layers} layers")
+
+
+def pipeline(config: Config) -> Iterator[Problem]:
+    """The schedule is one of torch's, and microbatches divide the local batch."""
+    section = config.parallelism
+    known = {name.lower() for name in SCHEDULES}
+    if section.pipeline_parallel_schedule.lower() not in known:
+        yield _not_among("parallelism.pipeline_parallel_schedule", section.pipeline_parallel_schedule, SCHEDULES)
+    local, micro = config.training.local_batch_size, section.pipeline_parallel_microbatch_size
+    if section.pipeline_parallel_degree > 1 and local % micro:
+        key = "parallelism.pipeline_parallel_microbatch_size"
+        text = f"{key} = {micro}: must divide training.local_batch_size = {local} (remainder {local % micro})"
+        yield Problem((key, "training.local_batch_size"), text)
+
+
+def sequence_split(config: Config) -> Iterator[Problem]:
+    """Each context rank gets the same share of a sequence (two shares, where head and tail are paired)."""
+    degree = config.parallelism.context_parallel_degree
+    if degree <= 1:
+        return
+    shares = degree * (2 if config.parallelism.context_parallel_load_balancer == "headtail" else 1)
+    if config.training.seq_len % shares:
+        key = "training.seq_len"
+        text = (
+            f"{key} = {config.training.seq_len}: must be a multiple of {shares} "
+            f"for parallelism.context_parallel_degree = {degree}"
+        )
+        yield Problem((key, "parallelism.context_parallel_degree"), text)
+
+
+def experts(config: Config) -> Iterator[Problem]:
+    """An expert is split like everything else, or not at all."""
+    section = config.parallelism
+    degree = section.expert_tensor_parallel_degree
+    if degree not in (1, section.tensor_parallel_degree):
+        key = "parallelism.expert_tensor_parallel_degree"
+        text = f"{key} = {degree}: must be 1 or parallelism.tensor_parallel_degree = {section.tensor_parallel_degree}"
+        yield Problem((key,), text)
+
+
+def data(config: Config) -> Iterator[Problem]:
+    """Data sets by name exist; held-out text is there when it is asked for; loader options go together."""
+    if not config.data.path and not config.data.sources:
+        yield from _dataset("data.dataset", config.data.dataset, config)
+    check = config.validation
+    if check.dataset and not check.path:
+        yield from _dataset("validation.dataset", check.dataset, config)
+    if check.enable and not (check.dataset or check.path or config.data.validation_fraction):
+        text = (
+            "validation.enable = true: there is nothing to validate on; "
+            "set data.validation_fraction, validation.path or validation.dataset"
+        )
+        yield Problem(("validation.enable", "data.validation_fraction"), text)
+    for key, loader in (("training", config.training.dataloader), ("validation", check.dataloader)):
+        if loader.prefetch_factor and not loader.num_workers:
+            name = f"{key}.dataloader.prefetch_factor"
+            text = f"{name} = {loader.prefetch_factor}: needs {key}.dataloader.num_workers of at least 1"
+            yield Problem((name,), text)
+
+
+def _dataset(key: str, name: str, config: Config) -> Iterator[Problem]:
+    if "/" in name or name in datasets.names() or config.job.imports:
+        return
+    yield _not_among(key, name, datasets.names(), "a Hub id such as org/name")
+
+
+def optimizer(config: Config) -> Iterator[Problem]:
+    """The optimizer is known, and so is what each parameter group asks for."""
+    if config.optimizer.name not in OPTIMIZERS and not config.job.imports:
+        yield _not_among("optimizer.name", config.optimizer.name, OPTIMIZERS)
+    seen: set[str] = set()
+    for n, group in enumerate(config.optimizer.param_groups):
+        key = f"optimizer.param_groups[{n}]"
+        try:
+            re.compile(group.pattern)
+        except re.error as error:
+            text = f"{key}.pattern = {group.pattern!r}: is no regular expression: {error}"
+            yield Problem(("optimizer.param_groups",), text)
+        if group.lr is not None and group.lr_factor is not None:
+            yield Problem(("optimizer.param_groups",), f"{key}: has both lr and lr_factor; leave one of them")
+        if group.pattern in seen:
+            text = f"{key}.pattern = {group.pattern!r}: an earlier group has the same pattern and wins"
+            yield Problem(("optimizer.param_groups",), text)
+        seen.add(group.pattern)
+
+
+def in_backward(config: Config) -> Iterator[Problem]:
+    """An update in backward comes before the whole gradient is known."""
+    if not config.optimizer.in_backward:
+        if config.optimizer.in_backward_clip:
+            key = "optimizer.in_backward_clip"
+            yield Problem((key,), f"{key} = {config.optimizer.in_backward_clip!r}: needs optimizer.in_backward = true")
+        return
+    key = "optimizer.in_backward"
+    clash = f"{key} = true: does not go with"
+    if config.training.max_norm and not config.optimizer.in_backward_clip:
+        text = (
+            f"{clash} training.max_norm = {config.training.max_norm}; write training.max_norm = 0, "
+            'or say with optimizer.in_backward_clip = "parameter" or "previous" what is clipped'
+        )
+        yield Problem((key, "training.max_norm"), text)
+    if config.compile.enable and "optimizer" in config.compile.components:
+        yield Problem((key, "compile.components"), f'{clash} "optimizer" in compile.components')
+    if config.parallelism.pipeline_parallel_degree > 1:
+        yield Problem(
+            (key, "parallelism.pipeline_parallel_degree"),
+            f"{clash} parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}",
+        )
+
+
+def precision(config: Config) -> Iterator[Problem]:
+    """Converters are known; float8 all-gather goes with one recipe only."""
+    for name in config.model.converters:
+        if name not in CONVERTERS and not config.job.imports:
+            yield _not_among("model.converters", name, CONVERTERS)
+    float8 = config.quantize.linear.float8
+    if float8.recipe_name in (None, "tensorwise"):
+        return
+    for option in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
+        if getattr(float8, option):
+            key = f"quantize.linear.float8.{option}"
+            text = f"{key} = true: goes with quantize.linear.float8.recipe_name = 'tensorwise' only"
+            yield Problem((key,), text)
+
+
+def recomputation(config: Config) -> Iterator[Problem]:
+    """The options of activation checkpointing fit its mode."""
+    section = config.activation_checkpoint
+    option = section.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) > 0):
+        key = "activation_checkpoint.selective_ac_option"
+        yield Problem((key,), f'{key} = {option!r}: must be "op" or a number of blocks of at least 1')
+    if section.determinism_check not in ("default", "none"):
+        yield _not_among("activation_checkpoint.determinism_check", section.determinism_check, ("default", "none"))
+    if section.mode == "memory_budget" and not (config.compile.enable and "model" in config.compile.components):
+        key = "activation_checkpoint.mode"
+        text = f'{key} = "memory_budget": needs compile.enable = true with "model" in compile.components'
+        yield Problem((key, "compile.enable"), text)
+
+
+def counts(config: Config) -> Iterator[Problem]:
+    """Numbers of which -1 alone is special."""
+    if config.validation.steps != -1 and config.validation.steps < 1:
+        text = f"validation.steps = {config.validation.steps}: must be at least 1, or -1 for all that is held out"
+        yield Problem(("validation.steps",), text)
+    step = config.checkpoint.load_step
+    if step < -1:
+        text = f"checkpoint.load_step = {step}: must be a step, or -1 for the newest checkpoint"
+        yield Problem(("checkpoint.load_step",), text)
+    if step >= 0 and not config.checkpoint.enable:
+        yield Problem(("checkpoint.load_step",), f"checkpoint.load_step = {step}: needs checkpoint.enable = true")
+
+
+def profiler(config: Config) -> Iterator[Problem]:
+    """A cycle is long enough for what is in it."""
+    section = config.profiling
+    busy = section.profiler_warmup + section.profiler_active
+    if section.enable_profiling and section.profile_freq < busy:
+        text = (
+            f"profiling.profile_freq = {section.profile_freq}: must be at least {busy} "
+            f"(profiler_warmup = {section.profiler_warmup} + profiler_active = {section.profiler_active})"
+        )
+        yield Problem(("profiling.profile_freq",), text)
+
+
+def _not_among(key: str, value: str, allowed: list[str] | tuple[str, ...], other: str = "") -> Problem:
+    near = nearest_word(value, list(allowed))
+    hint = f"; did you mean {near}?" if near else ""
+    end = f", or {other}" if other else ""
+    return Problem((key,), f"{key} = {value!r}: must be one of {', '.join(allowed)}{end}{hint}")
+
+
+RULES: tuple[Rule, ...] = (
+    decoder,
+    pipeline,
+    sequence_split,
+    experts,
+    data,
+    optimizer,
+    in_backward,
+    precision,
+    recomputation,
+    counts,
+    profiler,
+)
