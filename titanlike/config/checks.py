@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from titanlike.config.datasets import datasets
 from titanlike.config.derive import batch_problem, degree_problem, degrees, implied_world, written_degrees
 from titanlike.config.nearest import nearest_word
 from titanlike.config.schema import Config
@@ -160,6 +159,8 @@ def data(config: Config) -> Iterator[Problem]:
 
 
 def _dataset(key: str, name: str, config: Config) -> Iterator[Problem]:
+    from titanlike.data.registry import datasets
+
     if "/" in name or name in datasets.names() or config.job.imports:
         return
     yield _not_among(key, name, datasets.names(), "a Hub id such as org/name")

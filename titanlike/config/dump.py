@@ -46,7 +46,7 @@ def _table(values: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -
     plain = {k: v for k, v in values.items() if not _is_table(v) and not _is_tables(v)}
     if path and (plain or not values):
         lines += ["", f"[{'.'.join(map(_key, path))}]"]
-    lines += [f"{_key(k)} = {_value(v)}" for k, v in plain.items() if v is not None]
+    lines += [f"{_key(k)} = {toml_value(v)}" for k, v in plain.items() if v is not None]
     for key, value in values.items():
         if _is_table(value) and value:
             _table(value, (*path, key), lines)
@@ -55,7 +55,7 @@ def _table(values: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -
         elif _is_tables(value):
             for element in value:
                 lines += ["", f"[[{'.'.join(map(_key, (*path, key)))}]]"]
-                lines += [f"{_key(k)} = {_value(v)}" for k, v in element.items() if v is not None]
+                lines += [f"{_key(k)} = {toml_value(v)}" for k, v in element.items() if v is not None]
 
 
 def _is_table(value: Any) -> bool:
@@ -70,15 +70,16 @@ def _key(key: str) -> str:
     return key if key and set(key) <= _BARE else _text(key)
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + "}"
+        return "{" + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_value(v) for v in value) + "]"
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
     return repr(value)
 
 

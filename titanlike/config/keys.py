@@ -14,8 +14,6 @@ from titanlike.config.layers import Path
 from titanlike.config.schema import Config
 from titanlike.config.sections.base import fields_by_key
 
-ANYTHING = Any
-
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
     """The section class that an annotation holds, alone or in a list; None where it is a plain value."""
@@ -25,6 +23,11 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
     if get_origin(annotation) is list:
         return section_in(get_args(annotation)[0])
     return None
+
+
+def in_array(path: Path) -> bool:
+    """Whether a path of tables leads through an array of tables, whose keys the command line can't reach."""
+    return any(get_origin(plain(annotation_at(path[: n + 1]))) is list for n in range(len(path)))
 
 
 def plain(annotation: Any) -> Any:
@@ -68,13 +71,16 @@ def section_at(path: Path) -> type[BaseModel] | None:
 
 
 def walk(section: type[BaseModel] = Config, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Every key that holds a value, tables and arrays of tables opened, in the order of the classes."""
+    """Every key that holds a value, tables and arrays of tables opened: a table's own keys, then the tables in it."""
+    tables = []
     for key, field in fields_by_key(section).items():
         inner = section_in(field.annotation)
         if inner is None:
             yield (*path, key), field
         else:
-            yield from walk(inner, (*path, key))
+            tables.append((inner, (*path, key)))
+    for inner, inner_path in tables:
+        yield from walk(inner, inner_path)
 
 
 @lru_cache(maxsize=1)

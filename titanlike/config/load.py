@@ -18,14 +18,15 @@ from titanlike.config.schema import Config
 from titanlike.errors import ConfigError
 
 
-def load_config(argv: Sequence[str] = (), *, world: int | None = None) -> Config:
+def load_config(argv: Sequence[str] = (), *, world: int | None = None, restart: bool = False) -> Config:
     """The config that a command line asks for: defaults, then files from left to right, then overrides.
 
     `argv` holds `--job.config_file F...` (or files as plain words) and overrides. With `world`, the number of
-    processes, layout and batch are checked against it too. Raises ConfigError with every problem found.
+    processes, layout and batch are checked against it too; a `restart` may leave a remainder of the batch, which the
+    loader fills up. Raises ConfigError with every problem found.
     """
     loaded = load_layers(argv)
-    config, problems = build(loaded.layer, world=world)
+    config, problems = build(loaded.layer, world=world, restart=restart)
     if loaded.problems or problems or config is None:
         raise ConfigError(loaded.problems + problems)
     return config
@@ -54,7 +55,7 @@ def load_layers(argv: Sequence[str]) -> Loaded:
     return Loaded(merged, problems)
 
 
-def build(layer: Layer, *, world: int | None = None) -> tuple[Config | None, list[str]]:
+def build(layer: Layer, *, world: int | None = None, restart: bool = False) -> tuple[Config | None, list[str]]:
     """Validate a layer. Where keys are wrong, what doesn't depend on their sections is still checked."""
     problems: list[str] = []
     bad_sections: set[str | int] = set()
@@ -64,7 +65,7 @@ def build(layer: Layer, *, world: int | None = None) -> tuple[Config | None, lis
         problems = explain(error, layer)
         bad_sections = {detail["loc"][0] for detail in error.errors()}
         config = _without(layer, bad_sections)
-    for problem in find_problems(config, world):
+    for problem in find_problems(config, world, restart=restart):
         if not bad_sections & {key.split(".")[0] for key in problem.keys}:
             first: Path = tuple(problem.keys[0].split("."))
             problems.append(f"{place(layer, first)}{problem.text}")

@@ -1,5 +1,7 @@
 """The config: the table of contents of a run."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from titanlike.config.sections.base import Section

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 NONE_WORDS = ("none", "None", "null")
 
@@ -63,4 +63,4 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Degree = Annotated[int, Field(ge=1)]
 Names = Annotated[list[str], BeforeValidator(_listed)]
-Word = Annotated[str, BeforeValidator(_text)]
+Word = Annotated[str, BeforeValidator(_text), WithJsonSchema({"type": ["string", "integer"]})]

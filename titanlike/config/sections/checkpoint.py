@@ -1,5 +1,7 @@
 """[checkpoint]: what is kept, where and how often; what a run starts from."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,7 @@
 """[data] and [validation]: what is read, and in which order."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,7 @@
 """[job] and [debug]: what the run is and how strictly it repeats."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,7 @@
 """[activation_checkpoint], [compile], [quantize.*]: what makes a step fit and fly."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,7 @@
 """[model] and [loss]: what is trained, and how hidden states become a loss."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,7 @@
 """[parallelism], [comm], [elastic], [fault_tolerance]: how the model is spread and what holds the ranks together."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,7 @@
 """[rl], [ppo], [rollout], [weight_sync], [[environment]]: reinforcement learning."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from typing import Any, Literal

@@ -1,5 +1,7 @@
 """[training], [optimizer], [lr_scheduler]: how long, how large, how fast."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,7 @@
 """[sft], [lora], [dpo], [reward], [distill], [qat]: what follows pretraining."""
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default)
+
 from __future__ import annotations
 
 from typing import Literal
