@@ -18,9 +18,9 @@ IGNORE = -100  # label of a token that is not trained on
 class Batch:
     """One microbatch of one rank.
 
-    `documents` numbers the documents inside a row (0, 1, …); attention never crosses one. `offsets` are their
-    boundaries over the B*S flattened tokens, or None when every row is one document. `sequences` holds the number of
-    each row in the run's one long list of sequences; -1 marks a row that only fills the batch up and counts nowhere.
+    `documents` numbers the documents inside a row (0, 1, …; -1 = padding); attention never crosses one. `offsets` are
+    their boundaries over the B*S flattened tokens, or None when every row is one document. `sequences` holds the number
+    of each row in the run's one long list of sequences; -1 marks a row that is all padding: it only fills the batch up.
     """
 
     tokens: torch.Tensor  # int64 [B, S]
@@ -38,9 +38,17 @@ class Batch:
 
         return type(self)(**{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory, from which copies to a GPU don't block. (Called by torch's loader.)"""
+
+        def pin(value):
+            return value.pin_memory() if isinstance(value, torch.Tensor) else value
+
+        return type(self)(**{f.name: pin(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
     def token_count(self) -> int:
-        """Tokens of real rows (filler rows left out)."""
-        return int((self.sequences >= 0).sum()) * self.tokens.shape[1]
+        """Tokens of documents (padding and filler rows left out)."""
+        return int((self.documents >= 0).sum())
 
     def trained_count(self) -> int:
         """Tokens that the loss is taken on."""
