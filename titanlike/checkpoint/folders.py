@@ -24,7 +24,7 @@ _STEP = re.compile(rf"step-(0|[1-9][0-9]*)({re.escape(REPLACED)})?")
 
 @dataclass(frozen=True)
 class StepFolder:
-    """One step-N folder, and what is wrong with it as far as names and sizes tell."""
+    """One step-N folder and what is wrong with it: nothing, if it is a checkpoint."""
 
     step: int
     path: Path
@@ -59,15 +59,15 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
-def inspect(path: Path) -> StepFolder:
-    """Look at one step folder. Reads its manifest and its files' sizes, no data."""
+def inspect(path: Path, *, checksums: bool = False) -> StepFolder:
+    """Look at one step folder: its manifest and its files' sizes; with `checksums`, every byte."""
     match = _STEP.fullmatch(path.name)
     step = int(match.group(1)) if match else -1
     try:
         content = manifest.read(path)
     except CheckpointError as error:
         return StepFolder(step, path, None, (str(error),), torn=not (path / manifest.NAME).exists())
-    problems = manifest.size_problems(path, content.files.values())
+    problems = manifest.problems(path, content.files.values(), checksums=checksums)
     if match and content.step != step:
         problems.insert(0, f"{path / manifest.NAME}: is of step {content.step}, not of the step in the folder's name")
     return StepFolder(step if match else content.step, path, content, tuple(problems))

@@ -42,12 +42,12 @@ class Found:
     state: dict[str, Any]
 
 
-def find(folder: Path, step: int, group: Group) -> Found | None:
+def find(folder: Path, step: int, group: Group, *, checksums: bool = True) -> Found | None:
     """The newest complete checkpoint of `folder`, or that of `step` if it is not -1; None if there is none.
 
-    Complete: manifest, names, sizes and checksums all fit; each rank reads its share of the files to know. One that is
-    torn or damaged is skipped with a warning that says why. CheckpointError if `step` is asked for and isn't complete,
-    or if nothing is complete although something once was: going on from nothing would throw the run away unseen.
+    Complete: manifest, names, sizes and `checksums` all fit; each rank reads its share of the files to know. A torn or
+    damaged one is skipped with a warning that says why. CheckpointError if `step` is asked for and is not complete, or
+    if nothing is complete although something was: going on from nothing would throw the run away unseen.
     """
     listed = agree.from_first(lambda: [_brief(one) for one in folders.scan(folder)], group)
     candidates = [one for one in listed if step in (-1, one["step"])]
@@ -57,7 +57,9 @@ def find(folder: Path, step: int, group: Group) -> Found | None:
     skipped: list[dict[str, Any]] = []
     for one in candidates:
         path = Path(one["path"])
-        problems = one["problems"] or _damage(path, [FileRecord(*record) for record in one["files"]], group)
+        problems = one["problems"]
+        if checksums and not problems:
+            problems = _damage(path, one["files"], group)
         if not problems:
             _say_what_was_passed_over(one, skipped, listed if step != -1 else [], group)
             return Found(one["step"], path, agree.from_first(lambda path=path: read_state(path), group))
@@ -77,16 +79,15 @@ def _brief(one: StepFolder) -> dict[str, Any]:
     }
 
 
-def _damage(path: Path, records: Sequence[FileRecord], group: Group) -> list[str]:
+def _damage(path: Path, files: Sequence[Sequence[Any]], group: Group) -> list[str]:
     """Verify a checkpoint's content between the ranks.
 
     Rank r takes every world-th file in DCP's order of writers: at an unchanged world that is the file it is about to
     load, so that the disk is read once.
     """
-    records = sorted(records, key=lambda record: manifest.natural_order(record.name))
+    records = sorted((FileRecord(*file) for file in files), key=lambda record: manifest.natural_order(record.name))
     mine = records[agree.rank_of(group) :: agree.world_of(group)]
-    problems = manifest.size_problems(path, mine) or manifest.checksum_problems(path, mine)
-    return agree.union(problems, group)
+    return agree.union(manifest.problems(path, mine, checksums=True), group)
 
 
 def _say_what_was_passed_over(
@@ -177,7 +178,7 @@ def _verify_if_ours(path: Path, group: Group) -> None:
     ours = agree.from_first(look, group)
     if ours is None:
         return
-    problems = ours["problems"] or _damage(path, [FileRecord(*record) for record in ours["files"]], group)
+    problems = ours["problems"] or _damage(path, ours["files"], group)
     if problems:
         raise CheckpointError("; ".join(problems))
 
@@ -223,7 +224,7 @@ def _fill(path: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], grou
                 no_dist=alone,
             )
         except CheckpointException as error:
-            raise storage.explain(error, f"reading {path}", None) from error
+            raise storage.explain(error, f"reading {path}", path) from error
 
 
 def _some(names: Sequence[str], separator: str = ", ") -> str:

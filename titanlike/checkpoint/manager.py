@@ -44,6 +44,8 @@ class Settings(Protocol):
     def async_mode(self) -> str: ...
     @property
     def keep_latest_k(self) -> int: ...
+    @property
+    def verify_checksums(self) -> bool: ...
 
 
 class CheckpointManager:
@@ -63,6 +65,7 @@ class CheckpointManager:
     ):
         self.folder = Path(folder)
         self._keep = settings.keep_latest_k
+        self._checksums = settings.verify_checksums
         self._config_text = config_text
         self._topology = dict(topology or {})
         self._group: dist.ProcessGroup | None = None
@@ -167,9 +170,9 @@ class CheckpointManager:
         if staged is not None and self._staging is not None:
             self._staging.wait()
         writer = storage.Writer(path, step=step, texts=texts, describe=describe, staged=staged is not None)
-        planner = storage.TensorSavePlanner(staged)
+        planner = storage.TensorSavePlanner(tensors, staged)
         try:
-            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
         except CheckpointException as error:
             failure = storage.explain(error, f"saving {path}", self.folder)
             if first:
@@ -185,7 +188,7 @@ class CheckpointManager:
     def find(self, step: int = -1) -> Found | None:
         """The newest complete checkpoint (or `step`'s), verified; see `loading.find`. All ranks get the same."""
         self.wait()
-        return loading.find(self.folder, step, self._group)
+        return loading.find(self.folder, step, self._group, checksums=self._checksums)
 
     def load(self, found: Found, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill `tensors` in place, at any layout; CheckpointError names what is missing or has another shape."""

@@ -60,9 +60,14 @@ class _ChecksumFile(io.FileIO):
 
     size = 0
     crc32 = 0
+    failure: OSError | None = None
 
     def write(self, data: Any, /) -> int:
-        count = super().write(data)
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
         self.size += count
         self.crc32 = crc32(memoryview(data)[:count], self.crc32)
         return count
@@ -81,8 +86,12 @@ class _ChecksumFiles(FileSystem):
                 yield stream
             return
         raw = _ChecksumFile(path, "w")
-        with io.BufferedWriter(raw) as stream:
-            yield stream
+        try:
+            with io.BufferedWriter(raw) as stream:
+                yield stream
+        except RuntimeError as error:
+            # torch.save swallows the disk's error and complains of a position that doesn't fit.
+            raise raw.failure or error from error
         name = os.path.basename(path)
         self.records[name] = FileRecord(name, raw.size, raw.crc32)
 
@@ -160,11 +169,19 @@ class Writer(FileSystemWriter):
 
 
 class TensorSavePlanner(DefaultSavePlanner):
-    """Plans by the live tensors' layout (replicas are written once); the data come from `staged` where it is given."""
+    """Plans by the layout of `tensors` (replicas are written once); the data come from `staged` where it is given.
 
-    def __init__(self, staged: Mapping[str, torch.Tensor] | None):
+    It brings the tensors itself and `dcp.save` gets an empty dict: torch logs two events for each entry of that.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], staged: Mapping[str, torch.Tensor] | None):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._staged = staged
+        self._tensors, self._staged = tensors, staged
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(self._tensors, storage_meta, is_coordinator)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return super().lookup_object(index) if self._staged is None else self._staged[index.fqn]
@@ -306,14 +323,13 @@ def saved_dtype(metadata: Metadata, name: str) -> torch.dtype | None:
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 
-def explain(error: CheckpointException, doing: str, disk: Path | None) -> CheckpointError:
-    """DCP's bundle of failures as one message: the first rank's cause, and how much space `disk` has left."""
+def explain(error: CheckpointException, doing: str, disk: Path) -> BaseException:
+    """DCP's bundle of failures as one: the disk's as a CheckpointError with its free space, ours as they are."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    if isinstance(cause, CheckpointError):
+    if not isinstance(cause, OSError):
         return cause
     others = f" (and on {len(error.failures) - 1} more ranks)" if len(error.failures) > 1 else ""
-    message = f"{doing} failed on rank {rank}{others}: {_first_line(cause)}"
-    return CheckpointError(f"{message}; {free_space(disk)}" if disk else message)
+    return CheckpointError(f"{doing} failed on rank {rank}{others}: {cause}; {free_space(disk)}")
 
 
 def free_space(path: Path) -> str:

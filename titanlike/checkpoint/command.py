@@ -1,0 +1,120 @@
+"""`titanlike checkpoint list` and `titanlike checkpoint verify`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlike.checkpoint import folders, manifest
+from titanlike.checkpoint.folders import StepFolder
+from titanlike.errors import CheckpointError, ConfigError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `titanlike checkpoint ARGV`; the exit code: 0, or 4 if a checkpoint that was looked at has problems."""
+    arguments = _parser().parse_args(argv)
+    work = _list if arguments.verb == "list" else _verify
+    return work(arguments.path, as_json=arguments.json)
+
+
+def list_checkpoints(path: Path) -> list[StepFolder]:
+    """The step folders of a run's folder or a folder of checkpoints (or the one step-N folder), the newest first."""
+    folder, step = folders.locate(path)
+    return [one for one in folders.scan(folder) if step in (-1, one.step)]
+
+
+def verify(path: Path) -> list[str]:
+    """Everything that is wrong with the checkpoint in `path`: names, sizes, checksums, and whether it can be opened.
+
+    Reads every byte. Imports torch only if there is something whole to open.
+    """
+    return list(folders.inspect(path, checksums=True).problems) or _opening_problems(path)
+
+
+def _opening_problems(path: Path) -> list[str]:
+    from titanlike.checkpoint import loading, storage  # torch takes seconds to import
+
+    problems = []
+    try:
+        loading.read_state(path)
+        metadata = storage.read_metadata(path)
+    except CheckpointError as error:
+        return [str(error)]
+    for name in metadata.state_dict_metadata:
+        if storage.saved_shape(metadata, name) is None:
+            problems.append(f"{path / storage.METADATA}: entry {name!r} is not a tensor")
+        elif not storage.is_covered(metadata, name):
+            problems.append(f"{path / storage.METADATA}: holds only parts of {name!r}")
+    return problems
+
+
+def _list(path: Path, *, as_json: bool) -> int:
+    found = list_checkpoints(path)
+    if as_json:
+        print(json.dumps([_described(one) for one in found], indent=1))
+        return 0
+    for one in found:
+        if one.manifest is None or not one.complete:
+            print(f"{one.path}  NOT COMPLETE: {'; '.join(one.problems)}")
+            continue
+        made = one.manifest.made
+        counters = "  ".join(
+            f"{key} {value:,}" for key, value in one.manifest.counters.items() if isinstance(value, int)
+        )
+        ranks = f"{made.get('world_size', '?')} ranks"
+        print(f"{one.path}  {one.manifest.size / 2**20:,.1f} MiB  {made.get('time', '?')}  {ranks}  {counters}")
+    return 0
+
+
+def _described(one: StepFolder) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "step": one.step,
+        "path": str(one.path),
+        "complete": one.complete,
+        "problems": list(one.problems),
+    }
+    if one.manifest is not None:
+        described |= {
+            "bytes": one.manifest.size,
+            "topology": one.manifest.topology,
+            "counters": one.manifest.counters,
+            "made": one.manifest.made,
+        }
+    return described
+
+
+def _verify(path: Path, *, as_json: bool) -> int:
+    # A step folder may have been copied under any name.
+    paths = [path] if (path / manifest.NAME).exists() else [one.path for one in list_checkpoints(path)]
+    if not paths:
+        raise CheckpointError(f"{path}: there is no such checkpoint")
+    found = {str(one): verify(one) for one in paths}
+    if as_json:
+        print(json.dumps([{"path": one, "ok": not problems, "problems": problems} for one, problems in found.items()]))
+    else:
+        for one, problems in found.items():
+            print(f"{one}: {'ok' if not problems else f'{len(problems)} problems'}")
+            for problem in problems:
+                print(f"  {problem}")
+    return CheckpointError.exit_code if any(found.values()) else 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{self.prog}: {message}\n{self.format_usage().strip()}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="titanlike checkpoint", description="Look at the checkpoints of a run.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="list | verify")
+    for verb, text in (
+        ("list", "Show the checkpoints of a run, the newest first, and which are complete."),
+        ("verify", "Read every byte of a checkpoint (or of all of a run) and compare with its manifest."),
+    ):
+        one = verbs.add_parser(verb, help=text, description=text)
+        one.add_argument("path", type=Path, help="a run's folder, its folder of checkpoints, or a step-N folder")
+        one.add_argument("--json", action="store_true", help="print JSON")
+    return parser
