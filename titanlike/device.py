@@ -1,0 +1,88 @@
+"""The one module that knows the device: an accelerator where torch has one, else the CPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titanlike.errors import ConfigError
+
+
+def _refuse_unusable_gpu() -> None:
+    """A GPU that is there but that this torch can't use is an error: a silent run on the CPU would cost days."""
+    present = shutil.which("nvidia-smi") is not None and os.path.exists("/dev/nvidia0")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or os.environ.get("TITANLIKE_DEVICE") == "cpu"
+    if present and not hidden:
+        raise ConfigError(
+            f"this machine has an NVIDIA GPU (/dev/nvidia0) that torch {torch.__version__} can't use: install a CUDA "
+            f"build of torch that fits the driver, or set TITANLIKE_DEVICE=cpu to train on the CPU"
+        )
+
+
+def device_type() -> str:
+    """ "cuda", "xpu", … or "cpu". TITANLIKE_DEVICE=cpu asks for the CPU."""
+    if os.environ.get("TITANLIKE_DEVICE") == "cpu":
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        _refuse_unusable_gpu()
+        return "cpu"
+    return accelerator.type
+
+
+def local_device() -> torch.device:
+    """This process's device; makes it the current one."""
+    kind = device_type()
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def device_name(device: torch.device) -> str:
+    """The device's product name, for looking up its peak; "cpu" on the CPU."""
+    if device.type == "cpu":
+        return "cpu"
+    return torch.get_device_module(device).get_device_name(device)
+
+
+def start_process_group(device: torch.device, timeout_seconds: int) -> None:
+    """Joins the job's ranks, or makes a group of one when no launcher set the environment.
+
+    Tensors on the CPU always have gloo, so that what the host decides never waits for the accelerator.
+    """
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def set_timeout(seconds: int) -> None:
+    """Changes how long a collective of any group may take before the job is given up."""
+    from torch.distributed import distributed_c10d as c10d
+
+    for group in list(c10d._world.pg_map):
+        c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def seed_everything(seed: int, step: int) -> None:
+    """Seeds torch for one step.
+
+    All that is random in a step is a function of (seed, step), so there is no generator state to save, and a resumed
+    run draws what the uninterrupted one would have drawn.
+    """
+    torch.manual_seed((seed * 1_000_003 + step) % (1 << 63))
+
+
+def make_deterministic(warn_only: bool) -> None:
+    """Deterministic algorithms everywhere; costs speed on GPUs."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.benchmark = False

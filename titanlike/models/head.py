@@ -1,0 +1,51 @@
+"""The head: hidden states and labels in, log-probabilities out.
+
+A module of its own, so that full sharding gathers its weight as for any layer and a pipeline's last stage needs no
+second path. Every objective stands on what it returns.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlike.data.batch import IGNORE
+from titanlike.models.spec import DecoderSpec
+from titanlike.models.linear_cross_entropy import linear_log_probs
+
+
+class Head(nn.Module):
+    """Projects onto the vocabulary. `implementation` "logits" holds full logits: the yardstick for "linear"."""
+
+    def __init__(self, spec: DecoderSpec, *, implementation: Literal["linear", "logits"], chunk_size: int = 0):
+        super().__init__()
+        self.implementation = implementation
+        self.chunk_size = chunk_size
+        self.compile_backend: str | None = None
+        # A tied head gets the embedding's weight with each call: one parameter under one name, nothing to keep in step.
+        self.weight = None if spec.tied_head else nn.Parameter(torch.empty(spec.vocab_size, spec.dim))
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        tied: torch.Tensor | None = None,
+        reduction: Literal["none", "sum"] = "none",
+    ) -> torch.Tensor:
+        """Log-probabilities of labels [B, S] given hidden [B, S, dim]: float32 [B, S], 0 where ignored, or their sum."""
+        weight = self.weight if tied is None else tied
+        if self.implementation == "linear":
+            return linear_log_probs(hidden, weight, labels, reduction, self.chunk_size, self.compile_backend)
+        logits = F.linear(hidden, weight).float()
+        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none")
+        return -losses.sum() if reduction == "sum" else -losses.view_as(labels)
+
+    def compile_loss(self, backend: str) -> None:
+        """Compiles what is computed for a chunk of tokens."""
+        self.compile_backend = backend
+
+    def logits(self, hidden: torch.Tensor, tied: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(hidden, self.weight if tied is None else tied)

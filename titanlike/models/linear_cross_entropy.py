@@ -1,0 +1,156 @@
+"""Linear cross-entropy: from hidden states and the head's weight to log-probabilities, never holding [tokens, vocab].
+
+Tokens that aren't trained on are left out before the projection; the rest goes through in chunks. Two forms:
+
+- "sum": every token counts alike, so the gradients are known up to one factor and are taken chunk by chunk in the
+  forward, while a chunk's probabilities are still in cache; the backward only scales them.
+- "none": the gradient of each token arrives in the backward, which projects each chunk once more.
+
+Statistics and the weight's gradient are float32 whatever the inputs are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import torch
+
+from titanlike.data.batch import IGNORE
+
+# Bytes of a chunk's float32 logits that keep the passes over them inside a CPU's last-level cache; GPUs want larger
+# matrix products instead.
+_CPU_CHUNK_BYTES = 32 << 20
+_GPU_CHUNK_BYTES = 1 << 30
+
+
+def chunk_rows(wanted: int, weight: torch.Tensor) -> int:
+    """Tokens a chunk: what the config says, or what suits the device and the vocabulary."""
+    if wanted:
+        return wanted
+    budget = _CPU_CHUNK_BYTES if weight.device.type == "cpu" else _GPU_CHUNK_BYTES
+    return max(64, budget // (4 * weight.shape[0]))
+
+
+def _log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the labels [n] and softmax probabilities [n, vocab], float32."""
+    logits = (hidden @ weight.t()).float()
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    chosen = logits.gather(1, labels[:, None]) - normaliser
+    return chosen.squeeze(1), logits.sub_(normaliser).exp_()
+
+
+def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = (hidden @ weight.t()).float()
+    return (logits.gather(1, labels[:, None]) - logits.logsumexp(-1, keepdim=True)).squeeze(1)
+
+
+def _gradient_chunk(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, upstream: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [n] and the logits' gradient [n, vocab] in the inputs' dtype: onehot − softmax, times upstream."""
+    chosen, grad = _log_probs(hidden, weight, labels)
+    grad.neg_().scatter_add_(1, labels[:, None], torch.ones_like(chosen)[:, None])
+    if upstream is not None:
+        grad.mul_(upstream[:, None])
+    return chosen, grad.to(hidden.dtype)
+
+
+@cache
+def _compiled(function, backend: str):
+    return torch.compile(function, backend=backend, dynamic=True)
+
+
+def _accumulate(total: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    """total [vocab, dim] float32 += grad_logits^T [vocab, n] @ hidden [n, dim]."""
+    if hidden.dtype == total.dtype:
+        total.addmm_(grad_logits.t(), hidden)
+    else:
+        total.add_(grad_logits.t() @ hidden)
+
+
+def _gradients(hidden, weight, labels, upstream, rows, gradient_chunk):
+    """Log-probabilities [n], gradient of hidden [n, dim] and of weight (float32), chunk by chunk."""
+    chosen = hidden.new_empty(labels.shape, dtype=torch.float32)
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+    for a in range(0, len(labels), rows):
+        part = slice(a, a + rows)
+        up = None if upstream is None else upstream[part]
+        chosen[part], grad_logits = gradient_chunk(hidden[part], weight, labels[part], up)
+        grad_hidden[part] = grad_logits @ weight
+        _accumulate(grad_weight, grad_logits, hidden[part])
+    return chosen, grad_hidden, grad_weight
+
+
+class _SumLogProbs(torch.autograd.Function):
+    """Σ log p(label); gradients taken in the forward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, rows, backend):
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            return _forward_only(hidden, weight, labels, rows, backend).sum()
+        chunk = _compiled(_gradient_chunk, backend) if backend else _gradient_chunk
+        chosen, grad_hidden, grad_weight = _gradients(hidden, weight, labels, None, rows, chunk)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return chosen.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * upstream, (grad_weight * upstream).to(ctx.weight_dtype), None, None, None
+
+
+class _LogProbs(torch.autograd.Function):
+    """log p(label) of each token; gradients by projecting again in the backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, rows, backend):
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.rows, ctx.backend = rows, backend
+        return _forward_only(hidden, weight, labels, rows, backend)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        hidden, weight, labels = ctx.saved_tensors
+        chunk = _compiled(_gradient_chunk, ctx.backend) if ctx.backend else _gradient_chunk
+        _, grad_hidden, grad_weight = _gradients(hidden, weight, labels, upstream, ctx.rows, chunk)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _forward_only(hidden, weight, labels, rows, backend):
+    chunk = _compiled(_forward_chunk, backend) if backend else _forward_chunk
+    chosen = hidden.new_empty(labels.shape, dtype=torch.float32)
+    for a in range(0, len(labels), rows):
+        chosen[a : a + rows] = chunk(hidden[a : a + rows], weight, labels[a : a + rows])
+    return chosen
+
+
+def linear_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    reduction: Literal["none", "sum"] = "none",
+    chunk_size: int = 0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Log-probabilities of labels under softmax(hidden @ weight^T).
+
+    hidden [..., dim], weight [vocab, dim] of the same dtype, labels int64 [...] with IGNORE where a token isn't trained
+    on; chunk_size in tokens, 0 for what suits the device; backend of torch.compile for a chunk, if any. Returns float32 [...], 0 where ignored, or their sum; with
+    every token ignored the gradients are zeros, not missing.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    kept = (labels.flatten() != IGNORE).nonzero().squeeze(1)
+    whole = len(kept) == labels.numel()
+    inputs = (flat, labels.flatten()) if whole else (flat[kept], labels.flatten()[kept])
+    rows = chunk_rows(chunk_size, weight)
+    if reduction == "sum":
+        return _SumLogProbs.apply(inputs[0], weight, inputs[1], rows, backend)
+    chosen = _LogProbs.apply(inputs[0], weight, inputs[1], rows, backend)
+    if whole:
+        return chosen.view(labels.shape)
+    return chosen.new_zeros(labels.numel()).index_copy(0, kept, chosen).view(labels.shape)

@@ -1,0 +1,131 @@
+"""Optimizers and their parameter groups, and their state as named tensors for checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from titanlike.config import Config
+from titanlike.config.registry import Registry
+from titanlike.errors import ConfigError
+from titanlike.models.decoder import RMSNorm
+
+BuildOptimizer = Callable[[list[dict], Config], torch.optim.Optimizer]
+
+optimizers: Registry[BuildOptimizer] = Registry("optimizer")
+
+
+def _implementation(config: Config) -> dict[str, bool]:
+    name = config.optimizer.implementation
+    return {"fused": name == "fused", "foreach": name == "foreach"}
+
+
+@optimizers.register("AdamW")
+def _adamw(groups: list[dict], config: Config) -> torch.optim.Optimizer:
+    c = config.optimizer
+    return torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, **_implementation(config))
+
+
+@optimizers.register("Adam")
+def _adam(groups: list[dict], config: Config) -> torch.optim.Optimizer:
+    c = config.optimizer
+    return torch.optim.Adam(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, **_implementation(config))
+
+
+@optimizers.register("SGD")
+def _sgd(groups: list[dict], config: Config) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=config.optimizer.lr, momentum=config.optimizer.momentum, **_implementation(config))
+
+
+def parameter_kinds(model: nn.Module) -> dict[str, str]:
+    """Kind of each parameter by name: "norms", "embeddings", "biases" or "weights"."""
+    kinds = {}
+    for prefix, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if isinstance(module, RMSNorm):
+                kinds[full] = "norms"
+            elif isinstance(module, nn.Embedding):
+                kinds[full] = "embeddings"
+            else:
+                kinds[full] = "biases" if name.endswith("bias") else "weights"
+    return kinds
+
+
+def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
+    """Groups of parameters with equal settings; each holds its names under "names" and its peak under "peak_lr".
+
+    Raises ConfigError for a pattern of `optimizer.param_groups` that matches no parameter.
+    """
+    settings = config.optimizer
+    kinds = parameter_kinds(model)
+    used = [False] * len(settings.param_groups)
+    groups: dict[tuple[float, float], dict] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        lr, decay = settings.lr, 0.0 if kinds[name] in settings.no_decay else settings.weight_decay
+        for i, group in enumerate(settings.param_groups):
+            if re.search(group.pattern, name):
+                used[i] = True
+                lr = group.lr if group.lr is not None else lr * (1.0 if group.lr_factor is None else group.lr_factor)
+                decay = decay if group.weight_decay is None else group.weight_decay
+                break
+        entry = groups.setdefault((lr, decay), {"params": [], "names": [], "peak_lr": lr, "weight_decay": decay})
+        entry["params"].append(parameter)
+        entry["names"].append(name)
+    if missed := [g.pattern for g, hit in zip(settings.param_groups, used, strict=True) if not hit]:
+        raise ConfigError(
+            [f"optimizer.param_groups: pattern {p!r} matches no parameter (that an earlier one left)" for p in missed]
+        )
+    return list(groups.values())
+
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """The optimizer of `[optimizer]` over the model's trainable parameters."""
+    build = optimizers.get(config.optimizer.name, "optimizer.name")
+    return build(parameter_groups(model, config), config)
+
+
+def _named_state(optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["names"], group["params"], strict=True)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's state as `optimizer.<parameter>.<key>`; the tensors themselves, so that loading fills them.
+
+    A fresh optimizer is given its state first, by a step with a learning rate of zero.
+    """
+    _give_state(optimizer)
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in _named_state(optimizer)
+        for key, value in optimizer.state[parameter].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@torch.no_grad()
+def _give_state(optimizer: torch.optim.Optimizer) -> None:
+    if any(optimizer.state.values()):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                raise AssertionError("an optimizer is given its state before the first gradients")
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+

@@ -1,0 +1,37 @@
+"""From a config to this rank's part of the model, in the one fixed order that everything composes in.
+
+    meta device → activation checkpointing → compile per block → fully sharded
+
+Nothing has memory yet when this is done: `models.initial.materialise` gives each rank its own shard and no more.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from titanlike.config import Config
+from titanlike.converters.activation_checkpoint import apply_activation_checkpointing
+from titanlike.converters.compile import apply_compile
+from titanlike.models import kernels
+from titanlike.models.decoder import Decoder
+from titanlike.models.spec import decoder_spec
+from titanlike.parallel.fully_shard import DTYPES, shard_model
+from titanlike.parallel.mesh import Mesh
+
+
+def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
+    """The sharded model on the meta device. Raises ConfigError for what the device can't do."""
+    kernels.check(config.model.attention, device, DTYPES[config.training.mixed_precision_param])
+    with torch.device("meta"):
+        model = Decoder(
+            decoder_spec(config),
+            kernel=config.model.attention,
+            seq_len=config.training.seq_len,
+            loss=config.loss.implementation,
+            chunk_size=config.loss.chunk_size,
+        )
+    model.to(DTYPES[config.training.dtype])
+    apply_activation_checkpointing(model, config)
+    apply_compile(model, config)
+    shard_model(model, mesh.shards, config)
+    return model

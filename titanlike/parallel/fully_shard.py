@@ -1,0 +1,56 @@
+"""Fully sharded data parallelism (FSDP2) over replicate × shard.
+
+Gradients are summed, never averaged: the loss of each rank is already divided by the weight of the whole global batch.
+Plain replication is the same with one shard; so is a single process, which keeps one path for every world size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titanlike.config import Config
+from titanlike.models.decoder import Decoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def precision_policy(config: Config) -> MixedPrecisionPolicy:
+    """Computation in `mixed_precision_param` over master weights in `training.dtype`; gradients reduced in float32."""
+    compute = DTYPES[config.training.mixed_precision_param]
+    stored = DTYPES[config.training.dtype]
+    return MixedPrecisionPolicy(
+        param_dtype=None if compute == stored else compute,
+        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
+        cast_forward_inputs=False,  # rotary tables stay float32
+    )
+
+
+def shard_model(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
+    """Shards each block, the embedding, and norm + head as groups of their own; in place, on the meta device too."""
+    policy = precision_policy(config)
+    reshard = _reshard_after_forward(config, mesh)
+    options = {"mesh": mesh, "mp_policy": policy}
+    # A tied weight is used by the embedding and by the head: it stays in the root's group, gathered from start to end.
+    if not model.spec.tied_head:
+        fully_shard(model.tok_embeddings, **options, reshard_after_forward=reshard)
+    for block in model.layers.values():
+        fully_shard(block, **options, reshard_after_forward=reshard)
+    if not model.spec.tied_head:
+        # The backward starts here at once, so giving the weights back first would only gather them again.
+        fully_shard([model.norm, model.output], **options, reshard_after_forward=False)
+    fully_shard(model, **options, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _reshard_after_forward(config: Config, mesh: DeviceMesh) -> bool:
+    """Whether weights are given back between forward and backward; with one shard there is nothing to give back."""
+    if mesh["shard"].size() == 1:
+        return False
+    return config.parallelism.fsdp_reshard_after_forward != "never"
+
+
