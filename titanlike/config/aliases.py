@@ -58,6 +58,9 @@ REFUSED = {
     "memory_estimation.enable": "leave it out and run `titanlike plan`",
 }
 
+# Tables whose keys all have other homes here; they may stand empty.
+EMPTIED = ("experimental", "memory_estimation", "float8", "mx")
+
 # Keys that never did anything for training.
 DROPPED = ("job.use_for_integration_test", "memory_estimation.disable_fake_mode")
 
@@ -90,6 +93,9 @@ def translate(layer: Layer) -> list[str]:
     for old, new in RENAMED.items():
         problems += _rename(layer, tuple(old.split(".")), tuple(new.split(".")))
     problems += _refuse(layer)
+    for section in EMPTIED:
+        if layer.get((section,)) == {}:
+            layer.pop((section,))
     _values(layer)
     return problems
 
@@ -117,12 +123,12 @@ def _rename(layer: Layer, old: Path, new: Path) -> list[str]:
         return [p for path in inner for p in _rename(layer, path, (*new, path[-1]))]
     there = layer.get(new)
     origin = layer.origin(old)
+    layer.pop(old)
     if there is not MISSING and there != value:
         return [
             f"{origin}: {dotted(old)} = {value!r}: is an old name of {dotted(new)}, "
             f"which {layer.origin(new)} sets to {there!r}; leave one of them"
         ]
-    layer.pop(old)
     layer.put(new, value, origin)
     return []
 

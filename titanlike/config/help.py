@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -21,7 +20,7 @@ Keys are set in the TOML or on the command line, where the last one wins:
   --section.list a,b    --job.config_file base.toml mine.toml"""
 
 
-def print_help(usage: str, topic: str | None = None, stream: TextIO = sys.stdout) -> int:
+def print_help(usage: str, topic: str | None = None, stream: TextIO | None = None) -> int:
     """Print usage and keys; of one section or key with `topic`. Returns the exit code (2 for an unknown topic)."""
     from rich.console import Console
     from rich.text import Text

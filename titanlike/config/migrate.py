@@ -92,10 +92,14 @@ def notes_on(layer: Layer) -> list[str]:
     if layer.get(("model", "flavor")) in ("debugmodel", MISSING):
         notes.append(
             'model.flavor = "debugmodel" is a smaller model here; for TorchTitan\'s write [model.overrides] '
-            "dim = 256, n_layers = 6, n_heads = 16, n_kv_heads = 16, head_dim = 16, ffn_dim = 768, vocab_size = 2048"
+            "dim = 256, n_layers = 6, n_heads = 16, n_kv_heads = 16, head_dim = 16, ffn_dim = 768, vocab_size = 2048, "
+            "rope_theta = 500000"
         )
     if layer.get(("model", "flavor")) in ("8B", "70B"):
-        notes.append("the flavors 8B and 70B are Llama 3's; Llama 3.1's rotary scaling has the flavors 3.1-8B, 3.1-70B")
+        notes.append(
+            "model.flavor = 8B and 70B are Llama 3 here; TorchTitan's stretch the rotary frequencies as "
+            "Llama 3.1 does: write 3.1-8B or 3.1-70B to go on with its checkpoints"
+        )
     return notes + list(ALWAYS)
 
 

@@ -82,7 +82,7 @@ def nearest_section(name: str) -> str | None:
 def nearest_word(word: str, words: list[str]) -> str | None:
     """The word of a list that is most like another, letters' case aside."""
     lower = {w.lower(): w for w in words}
-    near = difflib.get_close_matches(word.lower(), list(lower), n=1)
+    near = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.5)
     return lower[near[0]] if near else None
 
 

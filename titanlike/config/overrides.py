@@ -50,7 +50,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         path = tuple(name.replace("-", "_").split("."))
         if path == ("job", "config_file"):
             _config_files(read, value if given else None, rest)
-        elif len(path) < 2 or not all(path):
+        elif not all(path) or (len(path) < 2 and annotation_at(path) is None):
             read.problems.append(f"{ORIGIN}: {word}: no such option; config keys are given as --section.key value")
         else:
             _override(read, path, value if given else None, rest)
