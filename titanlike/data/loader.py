@@ -113,7 +113,8 @@ class Loader:
         if not allow_changed and (changes := self.plan.differences(state["plan"])):
             raise DataError(
                 f"the data is not what the checkpoint was trained on: {'; '.join(changes)}. Put it back as it was, or "
-                "set data.allow_changed to go on at the same place of the new data"
+                "set data.allow_changed to go on at the same place of the new list, or "
+                'checkpoint.exclude_from_loading = ["dataloader"] to begin the new list from its start'
             )
         self.close()
         self.position = int(state["position"])
@@ -156,7 +157,8 @@ class Loader:
 class ValidationData:
     """The held-out sequences of one rank, each once. `len` is the number of microbatches, the same on every rank.
 
-    Every iteration starts anew. The last microbatch, and the last row, are filled up with what counts nowhere.
+    Every iteration starts anew. The last microbatch, and the last row, are filled up with what counts nowhere. `steps`
+    ends it after so many microbatches; -1 takes all.
     """
 
     def __init__(
@@ -167,22 +169,24 @@ class ValidationData:
         rank: int,
         degree: int,
         local_batch: int,
+        steps: int = -1,
         document_mask: bool = True,
         pad_id: int = 0,
     ):
+        together = degree * local_batch
         self.cut, self._store = cut, store
+        self._last = cut.n_rows if steps < 0 else min(cut.n_rows, steps * together)
         self._deal = {"rank": rank, "degree": degree, "local_batch": local_batch}
         self._options = {"document_mask": document_mask, "pad_id": pad_id}
 
     def __len__(self) -> int:
-        return -(-self.cut.n_rows // (self._deal["degree"] * self._deal["local_batch"]))
+        return -(-self._last // (self._deal["degree"] * self._deal["local_batch"]))
 
     def __iter__(self) -> Iterator[Batch]:
         together = self._deal["degree"] * self._deal["local_batch"]
-        for first in range(0, self.cut.n_rows, together):
-            (numbers,) = deal(first, min(together, self.cut.n_rows - first), **self._deal)
-            pieces = self.cut.pieces(numbers)
-            yield fill_rows(self._store, pieces, numbers, self.cut.seq_len, **self._options)
+        for first in range(0, self._last, together):
+            (numbers,) = deal(first, min(together, self._last - first), **self._deal)
+            yield fill_rows(self._store, self.cut.pieces(numbers), numbers, self.cut.seq_len, **self._options)
 
 
 @dataclass(frozen=True)

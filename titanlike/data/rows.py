@@ -25,39 +25,50 @@ def fill_rows(
     With `document_mask`, positions start anew and attention ends at each document, and a document's last token has no
     label. Without, a row is one run of text: positions 0 … S-1, and labels go on into the next document.
     """
+    shape = (len(numbers), seq_len)
     lengths = pieces.lengths
     begins = np.cumsum(lengths) - lengths  # of each piece, among all the tokens taken
     first = np.searchsorted(pieces.rows, pieces.rows)  # the piece that opens each piece's row
-    columns = begins - begins[first]
     taken = np.arange(lengths.sum())
     source = taken + np.repeat(pieces.starts - begins, lengths)  # indices in the store
-    target = taken + np.repeat(pieces.rows * seq_len + columns - begins, lengths)  # places in the flattened batch
     label_source = source + 1
     label_source[begins + lengths - 1] = _after(store, pieces, document_mask)
-
-    shape = (len(numbers), seq_len)
-    tokens = np.full(shape, pad_id, np.int64)
-    labels = np.full(shape, IGNORE, np.int64)
-    positions = np.zeros(shape, np.int32)
-    documents = np.full(shape, PADDING, np.int32)
     flat = np.asarray(store.tokens(0, store.n_tokens))
-    tokens.flat[target] = flat[source]
-    labels.flat[target] = np.where(label_source < 0, IGNORE, flat[label_source].astype(np.int64))
+    tokens = flat[source].astype(np.int64)
+    labels = flat[label_source].astype(np.int64)
+    labels[label_source < 0] = IGNORE
     if document_mask:
-        positions.flat[target] = taken - np.repeat(begins, lengths)
-        documents.flat[target] = np.repeat(np.arange(len(lengths)) - first, lengths)
+        positions = taken - np.repeat(begins, lengths)
+        documents = np.repeat(np.arange(len(lengths)) - first, lengths)
     else:
-        positions[:] = np.arange(seq_len)
-        documents.flat[target] = 0
-    document_numbers = torch.from_numpy(documents)
+        positions = taken - np.repeat(begins[first], lengths)
+        documents = np.zeros_like(taken)
+
+    if len(taken) == len(numbers) * seq_len:  # every row is full: what was taken lies where it belongs
+        places = None
+    else:
+        places = taken + np.repeat(pieces.rows * seq_len - begins[first], lengths)
+    tokens = _lay_out(tokens, places, shape, pad_id, np.int64)
+    labels = _lay_out(labels, places, shape, IGNORE, np.int64)
+    positions = _lay_out(positions, places, shape, 0, np.int32)
+    documents = _lay_out(documents, places, shape, PADDING, np.int32)
     return Batch(
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
-        positions=torch.from_numpy(positions),
-        documents=document_numbers,
+        tokens=tokens,
+        labels=labels,
+        positions=positions,
+        documents=documents,
         sequences=torch.from_numpy(numbers.astype(np.int64)),
-        offsets=document_offsets(document_numbers),
+        offsets=document_offsets(documents),
     )
+
+
+def _lay_out(values: np.ndarray, places: np.ndarray | None, shape: tuple[int, int], rest: int, dtype) -> torch.Tensor:
+    """Values at their places of a [B, S] tensor, `rest` elsewhere; places None: the values are the whole of it."""
+    if places is None:
+        return torch.from_numpy(values.astype(dtype, copy=False).reshape(shape))
+    whole = np.full(shape, rest, dtype)
+    whole.reshape(-1)[places] = values
+    return torch.from_numpy(whole)
 
 
 def _after(store: Tokens, pieces: SequencePieces, document_mask: bool) -> np.ndarray:
