@@ -72,6 +72,13 @@ def set_timeout(seconds: int) -> None:
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def check_materialised(model: torch.nn.Module) -> None:
+    """Every parameter and buffer has memory; what was forgotten on the meta device is named."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    left = [name for name, tensor in named if tensor.is_meta]
+    assert not left, f"left on the meta device: {left}"
+
+
 def seed_everything(seed: int, step: int) -> None:
     """Seeds torch for one step.
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,20 +22,28 @@ import torch
 import torch.distributed as dist
 
 from titanlike import device as devices
+from titanlike.checkpoint.loading import Found
 from titanlike.checkpoint.manager import CheckpointManager
 from titanlike.config import Config, dump_toml
+from titanlike.data.batch import Batch
 from titanlike.data.build import build_data
+from titanlike.data.loader import StepBatch
 from titanlike.data.tokenizers import load_tokenizer
+from titanlike.launch import worker
 from titanlike.launch.faults import fault
 from titanlike.launch.signals import StopFlag
 from titanlike.launch.status import progress
+from titanlike.models.decoder import Decoder
 from titanlike.models.initial import initial_values, materialise
-from titanlike.objectives.base import objectives
+from titanlike.objectives.base import Objective, objectives
+from titanlike.observe.flops import flops_per_token
 from titanlike.observe.metrics import Metrics
+from titanlike.observe.profiler import profiling
 from titanlike.optim.clip import clip_gradients
 from titanlike.optim.optimizers import build_optimizer, optimizer_tensors
 from titanlike.optim.schedule import Schedule
 from titanlike.parallel.build import build_model
+from titanlike.parallel.fully_shard import DTYPES
 from titanlike.parallel.mesh import build_mesh
 
 logger = logging.getLogger("titanlike")
@@ -51,9 +60,9 @@ class Counters:
     trained_tokens: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Totals:
-    """Sums over all ranks' microbatches of one step, taken before the first backward."""
+    """Sums over the microbatches of all ranks in one step, known before the first backward."""
 
     weight: float
     tokens: int
@@ -61,18 +70,65 @@ class Totals:
     stop: bool
 
 
+def add_up(objective: Objective, microbatches: Iterable[Batch], stop: bool = False) -> Totals:
+    """Adds the weights and counts of this rank's microbatches (on the host) up over all ranks.
+
+    The wish to stop travels along: all ranks learn of a signal to one of them in the same step. It runs on the host's
+    own process group, so an accelerator's queue is never waited for.
+    """
+    sums = torch.zeros(4, dtype=torch.float64)
+    for batch in microbatches:
+        sums += torch.tensor([objective.weight(batch), batch.token_count(), batch.trained_count(), 0.0])
+    sums[3] = stop
+    dist.all_reduce(sums)
+    weight, tokens, trained, stops = sums.tolist()
+    return Totals(weight, int(tokens), int(trained), stops > 0)
+
+
+def loss_and_gradients(
+    model: Decoder, objective: Objective, microbatches: Iterable[Batch], weight: float, device: torch.device, step: int = 0
+) -> torch.Tensor:
+    """Forward and backward of a step's microbatches; gradients add up in the parameters.
+
+    `weight` is that of the whole global batch. Returns this rank's loss sum, a float64 scalar on the device.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for batch in microbatches:
+        fault("forward", step)
+        loss = _loss_sum(model, objective, batch.to(device))
+        fault("backward", step)
+        (loss / weight).backward()
+        total += loss.detach()
+    return total
+
+
+def _loss_sum(model: Decoder, objective: Objective, batch: Batch) -> torch.Tensor:
+    # Rows of one document each have the positions 0 … S-1: the model then slices its table instead of gathering it.
+    positions = None if batch.offsets is None else batch.positions
+    log_probs = model(
+        batch.tokens, positions, batch.offsets, labels=batch.labels, reduction=objective.reduction
+    )
+    return objective.loss(log_probs, batch)
+
+
+def mean_loss(loss_sum: torch.Tensor, weight: float) -> float | None:
+    """The loss of a whole global batch from the ranks' sums; None if nothing in it is trained on."""
+    loss_sum = loss_sum.clone()
+    dist.all_reduce(loss_sum)
+    return loss_sum.item() / weight if weight else None
+
+
 class Trainer:
-    """A run from its config: builds everything, resumes if there is something to resume, trains to the end."""
+    """A run from its config: builds everything, goes on where a checkpoint left off, trains to the end."""
 
     def __init__(self, config: Config):
         self.config = config
         self.folder = Path(config.job.dump_folder)
-        self.counters = Counters()
-        # Text and tokenizer first: what is wrong with them is said before any process group or model exists.
-        self.tokenizer = load_tokenizer(
+        # Tokenizer and text first: what is wrong with them is said before any process group or model exists.
+        tokenizer = load_tokenizer(
             config.model.hf_assets_path, bos_token=config.data.bos_token, eos_token=config.data.eos_token
         )
-        self.data = build_data(config, self.tokenizer, rank=worker.rank(), world=worker.world_size())
+        self.data = build_data(config, tokenizer, rank=worker.rank(), world=worker.world_size())
         if config.debug.deterministic:
             devices.make_deterministic(config.debug.deterministic_warn_only)
         self.device = devices.local_device()
@@ -80,5 +136,219 @@ class Trainer:
         self.mesh = build_mesh(config, self.device.type)
         self.objective = objectives.get(config.job.recipe, "job.recipe")()
         self.model = build_model(config, self.mesh, self.device)
-        self.checkpoints = CheckpointManager(config.checkpoint, self.folder / config.checkpoint.folder)
-        self._give_values()
+        self.checkpoints = CheckpointManager(
+            config.checkpoint,
+            self.folder / config.checkpoint.folder,
+            config_text=dump_toml(config),
+            topology=asdict(self.mesh.layout) | {"world": dist.get_world_size()},
+        )
+        self.counters = Counters()
+        self.schedule = Schedule.of(config)
+        found = self.checkpoints.find(config.checkpoint.load_step) if config.checkpoint.enable else None
+        self._give_values(found)
+        self.metrics = self._metrics(found)
+
+    # ---- starting
+
+    def _give_values(self, found: Found | None) -> None:
+        """Weights, optimizer state, counters and data position: from a checkpoint, or those of a new run."""
+        settings = self.config.checkpoint
+        excluded = set(settings.exclude_from_loading)
+        fresh = initial_values(self.model, self.config.debug.seed)
+        weights_come = "model" not in excluded and (found or settings.initial_load_path)
+        materialise(self.model, self.device, None if weights_come else fresh)
+        self.optimizer = build_optimizer(self.model, self.config)
+        if found:
+            tensors = self._tensors()
+            parts = {name: "optimizer" if name.startswith("optimizer.") else "model" for name in tensors}
+            self.checkpoints.load(found, {n: t for n, t in tensors.items() if parts[n] not in excluded})
+            if "train_state" not in excluded:
+                self.counters = Counters(**found.state["counters"])
+            if "dataloader" not in excluded:
+                self.data.loader.load(found.state["data"])
+        elif settings.initial_load_path:
+            tensors = dict(self.model.named_parameters()) if settings.initial_load_model_only else self._tensors()
+            self.checkpoints.load_foreign(settings.initial_load_path, tensors)
+        devices.check_materialised(self.model)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """All that a checkpoint holds, by name: weights at the root, as TorchTitan's, and the optimizer's state."""
+        return {**dict(self.model.named_parameters()), **optimizer_tensors(self.optimizer)}
+
+    def _metrics(self, found: Found | None) -> Metrics:
+        config, counters, layout = self.config, self.counters, self.mesh.layout
+        if worker.rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.toml").write_text(dump_toml(config))
+        metrics = Metrics(
+            config,
+            self.folder,
+            rank=worker.rank(),
+            resume_step=counters.step,
+            world_size=dist.get_world_size(),
+            flops_per_token=flops_per_token(self.model.spec, config.training.seq_len),
+            device=self.device,
+        )
+        metrics.banner(
+            {
+                "model": f"{config.model.name} {config.model.flavor}, {self.model.spec.parameters():,} parameters",
+                "device": f"{dist.get_world_size()} × {devices.device_name(self.device)}",
+                "layout": f"replicate {layout.dp_replicate} × shard {layout.dp_shard}",
+                "batch": f"{layout.global_batch} sequences of {config.training.seq_len} tokens, "
+                f"{layout.accumulation} microbatches a rank",
+                "precision": f"{config.training.mixed_precision_param} over {config.training.dtype}",
+                "data": self.data.summary,
+                "from": str(found.path) if found else config.checkpoint.initial_load_path or "new weights",
+                "output": str(self.folder),
+            }
+        )
+        metrics.event(
+            "restart" if found else "start",
+            step=counters.step,
+            world=dist.get_world_size(),
+            position=self.data.loader.position,
+            checkpoint=str(found.path) if found else None,
+        )
+        return metrics
+
+    # ---- training
+
+    def run(self) -> Outcome:
+        """Trains until the last step, the end of the data or a stop signal; saves at the end in every case."""
+        config, counters = self.config, self.counters
+        self._prepare_process()
+        first = counters.step + 1
+        outcome: Outcome = "done"
+        with (
+            StopFlag() as stop,
+            profiling(
+                config.profiling, self.folder, rank=worker.rank(), device_type=self.device.type, resume_step=counters.step
+            ) as profiler,
+        ):
+            self.metrics.meter.start(counters.step, counters.tokens)
+            while counters.step < config.training.steps:
+                step = progress.step = counters.step + 1
+                batch = self._next_batch(step)
+                if batch is None:
+                    outcome = "data_ended"
+                    break
+                totals = add_up(self.objective, batch.microbatches, stop.raised)
+                row = self._train_step(step, batch, totals)
+                self._count(step, totals)
+                self._report(step, batch, row)
+                self._save_when_due(step)
+                self._collect_garbage(step)
+                profiler.step()
+                if step == first:
+                    devices.set_timeout(config.comm.train_timeout_seconds)
+                if totals.stop:
+                    outcome = "stopped"
+                    break
+            self._finish(outcome)
+        return outcome
+
+    def _prepare_process(self) -> None:
+        # Collections at moments of their own choosing make ranks wait for each other.
+        gc.disable()
+        gc.collect()
+        gc.freeze()
+        torch.autograd.set_detect_anomaly(self.config.debug.detect_anomaly)
+        self.model.train()
+
+    def _next_batch(self, step: int) -> StepBatch | None:
+        with self.metrics.meter.waiting_for_data():
+            fault("data", step)
+            return self.data.loader.next_step()
+
+    def _train_step(self, step: int, batch: StepBatch, totals: Totals) -> dict[str, Any] | None:
+        """One update. Returns what the step's row says of it, or None where no row is due."""
+        devices.seed_everything(self.config.debug.seed, step)
+        loss_sum = loss_and_gradients(
+            self.model, self.objective, batch.microbatches, max(totals.weight, 1.0), self.device, step
+        )
+        grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_norm)
+        rate = self.schedule.apply(self.optimizer, step)
+        self.checkpoints.before_update()
+        fault("optimizer", step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if not self.metrics.due(step):
+            return None
+        return {"loss": mean_loss(loss_sum, totals.weight), "grad_norm": grad_norm.item(), "learning_rate": rate}
+
+    def _count(self, step: int, totals: Totals) -> None:
+        self.counters.step = step
+        self.counters.tokens += totals.tokens
+        self.counters.trained_tokens += totals.trained_tokens
+
+    def _report(self, step: int, batch: StepBatch, row: dict[str, Any] | None) -> None:
+        self.data.log_consumed(step, batch)
+        validation = self.config.validation
+        if row is not None and validation.enable and self._validates(step):
+            with self.metrics.meter.paused("validation"):
+                row["validation_loss"] = self.validate(step)
+        if row is not None:
+            counts = {"tokens": self.counters.tokens, "trained_tokens": self.counters.trained_tokens}
+            self.metrics.log(step, {**row, **counts, "epoch": batch.epoch})
+
+    def _validates(self, step: int) -> bool:
+        return step in (1, self.config.training.steps) or step % self.config.validation.freq == 0
+
+    @torch.no_grad()
+    def validate(self, step: int) -> float | None:
+        """Mean loss over the held-out sequences (or the first `validation.steps` microbatches of each rank)."""
+        fault("validate", step)
+        self.model.eval()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        weight = torch.zeros((), dtype=torch.float64)
+        limit = self.config.validation.steps
+        for i, batch in enumerate(self.data.validation):
+            if i == limit:
+                break
+            weight += self.objective.weight(batch)
+            loss_sum += _loss_sum(self.model, self.objective, batch.to(self.device))
+        dist.all_reduce(weight)
+        self.model.train()
+        return mean_loss(loss_sum, weight.item())
+
+    def _collect_garbage(self, step: int) -> None:
+        settings = self.config.training
+        if settings.gc_debug or step % settings.gc_freq == 0:
+            found = gc.collect() if settings.gc_debug else gc.collect(1)
+            if settings.gc_debug:
+                logger.info("step %d: garbage collection found %d unreachable objects", step, found)
+
+    # ---- saving
+
+    def _save_when_due(self, step: int) -> None:
+        settings = self.config.checkpoint
+        if step % settings.interval == 0 or (step == 1 and settings.enable_first_step_checkpoint):
+            self._save(final=False)
+
+    def _save(self, *, final: bool) -> None:
+        settings = self.config.checkpoint
+        if not settings.enable or settings.load_only:
+            return
+        state = {"counters": asdict(self.counters), "data": self.data.loader.state()}
+        with self.metrics.meter.paused("checkpoint"):
+            self.checkpoints.save(self.counters.step, self._tensors(), state, final=final)
+        self.metrics.event("save", step=self.counters.step)
+
+    def _finish(self, outcome: Outcome) -> None:
+        """The last save and, if asked for, the export of the weights alone; then everything is closed."""
+        if self.counters.step:
+            self._save(final=True)
+        if outcome != "stopped" and self.config.checkpoint.last_save_model_only:
+            self._export_weights()
+        self.checkpoints.close()
+        self.data.close()
+        self.metrics.event("stop", outcome=outcome, step=self.counters.step)
+        self.metrics.close()
+        logger.info("%s at step %d", {"data_ended": "the data has ended"}.get(outcome, outcome), self.counters.step)
+
+    def _export_weights(self) -> None:
+        dtype = DTYPES[self.config.checkpoint.export_dtype]
+        exports = CheckpointManager(self.config.checkpoint, self.folder / "exports")
+        weights = {name: p.detach().to(dtype) for name, p in self.model.named_parameters()}
+        exports.save(self.counters.step, weights, {"counters": asdict(self.counters)}, final=True)
+        exports.close()

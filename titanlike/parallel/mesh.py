@@ -38,6 +38,8 @@ class Mesh:
 
 def build_mesh(config: Config, device_type: str) -> Mesh:
     """The mesh of `[parallelism]` over the running world. Raises ConfigError where the degrees don't fit it."""
-    layout = batch_layout(config, dist.get_world_size())
+    # A run that goes on at another world keeps its batch and may have to fill it up; the loader refuses that at a
+    # fresh start.
+    layout = batch_layout(config, dist.get_world_size(), allow_filler=True)
     shape = (layout.dp_replicate, layout.dp_shard)
     return Mesh(layout, init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")))

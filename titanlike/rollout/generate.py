@@ -1,0 +1,103 @@
+"""`titanlike generate RUN_OR_CHECKPOINT --prompt …`: text from what a run has learnt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from titanlike import device as devices
+from titanlike.checkpoint import loading
+from titanlike.config import load_config
+from titanlike.data.tokenizers import load_tokenizer
+from titanlike.errors import CheckpointError, ConfigError, TitanlikeError
+from titanlike.models.decoder import Decoder
+from titanlike.models.initial import materialise
+from titanlike.models.spec import decoder_spec
+from titanlike.rollout.sampling import Sampling, generate
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="titanlike generate", description=__doc__)
+    parser.add_argument("path", type=Path, help="a run's folder (its newest checkpoint) or a checkpoint's step-N folder")
+    parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add at most (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this share")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from this many likeliest tokens; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default 0)")
+    parser.add_argument("--seq-len", type=int, help="longest text in tokens (default: as trained)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    arguments = parser.parse_args(argv)
+    if arguments.max_new_tokens < 1 or arguments.temperature < 0 or not 0 < arguments.top_p <= 1 or arguments.top_k < 0:
+        parser.error("--max-new-tokens must be at least 1, --temperature at least 0, --top-p in (0, 1], --top-k at least 0")
+    return arguments
+
+
+def _checkpoint(path: Path) -> Path:
+    """The step-N folder that a path means. Raises CheckpointError if there is none that is complete."""
+    if (path / "manifest.json").exists():
+        found = loading.find(path.parent, int(path.name.removeprefix("step-")), None)
+    else:
+        config = path / "config.toml"
+        folder = path
+        if config.exists():
+            folder = path / load_config(["--job.config_file", str(config)]).checkpoint.folder
+        found = loading.find(folder, -1, None) if folder.is_dir() else None
+    if found is None:
+        raise CheckpointError(f"{path}: no complete checkpoint here; give a run's folder or a step-N folder")
+    return found.path
+
+
+def load_model(path: Path, seq_len: int | None = None):
+    """Decoder and tokenizer of a checkpoint, on this machine's device, in the dtype that the run computes in."""
+    step = _checkpoint(path)
+    config = load_config(["--job.config_file", str(step / loading.CONFIG)])
+    tokenizer = load_tokenizer(
+        config.model.hf_assets_path, bos_token=config.data.bos_token, eos_token=config.data.eos_token
+    )
+    with torch.device("meta"):
+        model = Decoder(decoder_spec(config), seq_len=seq_len or config.training.seq_len)
+    materialise(model, devices.local_device(), None)
+    loading.load(step, dict(model.named_parameters()), None)
+    return model.eval(), tokenizer, config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except TitanlikeError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    model, tokenizer, config = load_model(arguments.path, arguments.seq_len)
+    texts = arguments.prompt or [sys.stdin.read()]
+    add_bos = config.data.add_bos and tokenizer.bos_id is not None
+    prompts = [tokenizer.encode(text, add_bos=add_bos, add_eos=False) for text in texts]
+    sampling = Sampling(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    )
+    stop = frozenset() if tokenizer.eos_id is None else frozenset([tokenizer.eos_id])
+    try:
+        answers = generate(model, prompts, sampling, stop=stop)
+    except ValueError as error:
+        raise ConfigError(f"--prompt: {error}; --seq-len N lets it see more") from error
+    for text, answer in zip(texts, answers, strict=True):
+        ended = bool(stop) and answer[-1] in stop
+        words = tokenizer.decode(answer[:-1] if ended else answer)
+        if arguments.json:
+            print(json.dumps({"prompt": text, "text": words, "tokens": answer, "ended": ended}, ensure_ascii=False))
+        else:
+            print(f"{text}{words}")
+    return 0
