@@ -18,6 +18,7 @@ torchdata's stateful one, whose gift is to gather the workers' states, would hav
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -133,18 +134,23 @@ class Loader:
             )
 
     def _start(self, position: int) -> Iterator[Batch | _Failure]:
-        loader = DataLoader(
-            self._rows,
-            batch_size=None,  # an item is a microbatch already
-            sampler=_Upcoming(self.plan, position, self._deal),
-            collate_fn=_as_it_is,
-            num_workers=self._workers,
-            prefetch_factor=(self._prefetch or 2) if self._workers else None,
-            pin_memory=self._pin_memory,
-            worker_init_fn=_ignore_signals,
-            generator=torch.Generator(),  # torch draws a seed for the workers: not from the run's own generator
-        )
-        return iter(loader)
+        with warnings.catch_warnings():
+            # Workers wait for the disk and for us more than they compute: more of them than cores are fine.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            # Forked workers share the plan and the maps; they touch neither threads nor devices of the parent.
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            loader = DataLoader(
+                self._rows,
+                batch_size=None,  # an item is a microbatch already
+                sampler=_Upcoming(self.plan, position, self._deal),
+                collate_fn=_as_it_is,
+                num_workers=self._workers,
+                prefetch_factor=(self._prefetch or 2) if self._workers else None,
+                pin_memory=self._pin_memory,
+                worker_init_fn=_ignore_signals,
+                generator=torch.Generator(),  # torch draws a seed for the workers: not from the run's own generator
+            )
+            return iter(loader)
 
     def _take(self) -> Batch:
         assert self._prepared is not None
