@@ -16,6 +16,8 @@ use_environment() {
   state=$venv/.titanlike # our notes: lock, making, borrowed, and the stamps run and dev
   local needs=(torch torchdata pydantic tokenizers pyarrow tensorboard)
   [ "$kind" = run ] || needs+=(pytest pytest_timeout hypothesis)
+  python=$venv/bin/python
+  if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}${TITANLIKE_PYTHON:-}" ] && is_made; then return; fi # no need to ask others
   if [ -z "${TITANLIKE_VENV:-}" ]; then
     python=$(command -v python3 || command -v python || true)
     if installed titanlike "${needs[@]}"; then return; fi
@@ -125,7 +127,7 @@ install_packages() {
     installed torch || say "there is no torch on this machine: it will be installed, which can mean 3 GB to download"
   fi
   say "installing titanlike[$extras]; this is done once"
-  "$python" -m pip install --quiet --disable-pip-version-check -e "${root}[$extras]" -c "$state/constraints.txt" ||
+  "$python" -m pip install -qq --disable-pip-version-check -e "${root}[$extras]" -c "$state/constraints.txt" ||
     die "the packages could not be installed; the next start begins anew"
   "$python" -c 'import torch, titanlike' || die "torch can't be imported from $venv"
   wanted > "$state/$kind"

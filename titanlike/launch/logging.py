@@ -21,7 +21,7 @@ _console_fd: int | None = None  # the real stderr of a process whose output goes
 def setup_logging(rank: int | None = None, folder: str | Path | None = None) -> None:
     """Set up this process's logs; `folder` is the run's, where logs/ belongs. May be called again."""
     rank = worker.rank() if rank is None else rank
-    shown = shown_ranks(os.environ.get("LOG_RANK", "0"))
+    shown = shown_ranks()
     several = worker.world_size() > 1
     file = None
     if several and folder is not None:
@@ -46,8 +46,9 @@ def setup_logging(rank: int | None = None, folder: str | Path | None = None) -> 
     logging.captureWarnings(True)
 
 
-def shown_ranks(text: str) -> set[int] | None:
-    """The ranks that LOG_RANK names, None for all of them."""
+def shown_ranks() -> set[int] | None:
+    """The ranks that LOG_RANK names, None for all of them; raises ConfigError."""
+    text = os.environ.get("LOG_RANK", "0")
     if text.strip() == "all":
         return None
     try:

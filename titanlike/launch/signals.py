@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -28,6 +31,25 @@ def install(handler: Any) -> dict[signal.Signals, Any]:
     for number in previous:
         signal.signal(number, handler)
     return previous
+
+
+def end_with_the_job(has_failed: Callable[[], bool], patience: float = 5.0) -> None:
+    """End this process some seconds after a signal that comes because another rank has failed.
+
+    A rank that waits inside a collective for a rank that is gone never runs its handlers, and would sit there until
+    its launcher's patience ends. The interpreter's C code does run: it writes to this descriptor, which a thread reads.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(reading, 1):
+            time.sleep(patience)  # it may be about to report something itself
+            if has_failed():
+                os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-the-job", daemon=True).start()
 
 
 class StopFlag:

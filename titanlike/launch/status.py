@@ -53,13 +53,18 @@ def read(folder: str | Path) -> Status | None:
         return None
 
 
+def has_failed(folder: str | Path) -> bool:
+    """Whether some rank has recorded a failure."""
+    status = read(folder)
+    return status is not None and status.state == "failed"
+
+
 def write(folder: str | Path, state: str, exit_code: int | None = None, message: str = "") -> bool:
     """Record a state of this process; False if a failure stands there, which only a new "running" replaces."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        earlier = read(folder)
-        if state != "running" and earlier is not None and earlier.state == "failed":
+        if state != "running" and has_failed(folder):
             return False
         status = Status(state, exit_code, progress.step, worker.rank(), message)
         draft = folder / f".{FILE}.{os.getpid()}"

@@ -28,6 +28,11 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def restarts() -> int:
+    """How often torch's elastic launcher on this node has started its workers again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this worker when its launcher dies (Linux): a killed launcher must leave nobody behind."""
     if sys.platform == "linux":

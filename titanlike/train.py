@@ -1,0 +1,131 @@
+"""The entry point of a process that trains: config in, trainer out, exit code.
+
+    python -m titanlike.train --job.config_file F [--section.key value …]           one process
+    torchrun … -m titanlike.train --job.config_file F [--section.key value …]       a worker
+
+`titanlike train` starts the same, in its own process where one is enough, otherwise as workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from titanlike.config import Config, load_config
+from titanlike.config.refused import refuse_unbuilt
+from titanlike.errors import ConfigError, TitanlikeError
+from titanlike.launch import signals, status, worker
+from titanlike.launch.faults import read_faults
+from titanlike.launch.logging import logger, say, setup_logging, shown_ranks
+
+EXIT_CODES = {"done": status.DONE, "data_ended": status.DONE, "stopped": status.STOPPED}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what the command line describes; returns the exit code."""
+    try:
+        config = load(sys.argv[1:] if argv is None else argv)
+    except TitanlikeError as error:
+        if worker.rank() == 0:  # the others would say the same
+            say(str(error))
+        return error.exit_code
+    return run(config)
+
+
+def load(argv: Sequence[str]) -> Config:
+    """The config of a command line, if it is right and everything that it asks for is built; else ConfigError."""
+    config = load_config(argv)
+    if problems := refuse_unbuilt(config):
+        raise ConfigError(problems)
+    read_faults()
+    shown_ranks()
+    return config
+
+
+def run(config: Config) -> int:
+    """Train; returns the exit code and leaves status.json. After a clean stop torchrun's workers return 0, not 75."""
+    folder = Path(config.job.dump_folder)
+    try:
+        outcome = _train(config, folder)
+    except TitanlikeError as error:
+        return _failed(folder, error.exit_code, str(error))
+    except Exception:
+        return _failed(folder, status.FAULT, traceback.format_exc())
+    code = EXIT_CODES[outcome]
+    if worker.local_rank() == 0:  # of every node: their disks need not be the same
+        status.write(folder, outcome, code)
+    return 0 if worker.under_torchrun() else code
+
+
+def _train(config: Config, folder: Path) -> str:
+    try:
+        setup_logging(folder=folder)
+        if worker.rank() == 0:
+            status.write(folder, "running")
+    except OSError as error:
+        raise ConfigError(f"job.dump_folder = {str(folder)!r}: can't be written to ({error.strerror})") from error
+    if worker.under_torchrun():
+        worker.die_with_parent()
+        signals.end_with_the_job(partial(status.has_failed, folder))
+        if worker.restarts() > 0:
+            logger.info("started again after a failure or a change of nodes (%d)", worker.restarts())
+    try:
+        # Until the trainer has its stop flag there is nothing to save, and a signal ends the start at once.
+        signals.install(signal.default_int_handler)
+        from titanlike.trainer import Trainer
+
+        outcome = Trainer(config).run()
+    except KeyboardInterrupt:
+        logger.info("stopped before the first step")
+        return "stopped"
+    _destroy_process_group()
+    return outcome
+
+
+def _failed(folder: Path, code: int, text: str) -> int:
+    """Report an error, in full if this rank is the first: the others mostly fail because that one is gone."""
+    first = True
+    with suppress(OSError):  # a full disk must not hide the error
+        first = status.write(folder, "failed", code, text)
+    step = status.progress.step
+    where = f"rank {worker.rank()} failed " + (f"at step {step}" if step else "before its first step")
+    if code != status.FAULT:
+        if first:
+            say(text)
+    elif first:
+        say(f"{where}:\n{text}")
+    else:
+        say(f"{where} too: {text.splitlines()[-1][:200]}")
+    return code
+
+
+def _process_group_is_there() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _destroy_process_group() -> None:
+    if _process_group_is_there():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+def leave(code: int) -> None:
+    """End this process. With a process group left, other ranks may be gone: then without the clean-up that waits."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _process_group_is_there():
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())
