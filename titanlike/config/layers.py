@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-Path = tuple["str | int", ...]
+Path = tuple[str | int, ...]
 MISSING = object()
 
 
@@ -31,31 +31,33 @@ class Layer:
     def get(self, path: Path) -> Any:
         """The value at a path, or MISSING."""
         here: Any = self.values
-        for part in path:
-            inside = part in here if isinstance(here, dict) else isinstance(here, list) and part in range(len(here))
+        key: Any
+        for key in path:
+            inside = key in here if isinstance(here, dict) else isinstance(here, list) and key in range(len(here))
             if not inside:
                 return MISSING
-            here = here[part]
+            here = here[key]
         return here
 
     def put(self, path: Path, value: Any, origin: str | None) -> None:
         """Set a value, making tables on the way; whatever stood there goes."""
         self._forget(path)
-        here = self.values
+        here: Any = self.values
         for part in path[:-1]:
-            if not isinstance(here.get(part), dict):  # type: ignore[call-overload]
-                here[part] = {}  # type: ignore[index]
-            here = here[part]  # type: ignore[index]
-        here[path[-1]] = value  # type: ignore[index]
+            if not isinstance(here.get(part), dict):
+                here[part] = {}
+            here = here[part]
+        here[path[-1]] = value
         if origin:
             self.origins[path] = origin
 
     def pop(self, path: Path) -> Any:
         """Take a value out. Tables that this empties go too, so that an alias leaves no trace."""
-        parent = self.get(path[:-1]) if len(path) > 1 else self.values
-        if not isinstance(parent, dict) or path[-1] not in parent:
+        key: Any = path[-1]
+        parent: Any = self.get(path[:-1])
+        if not isinstance(parent, dict) or key not in parent:
             return MISSING
-        value = parent.pop(path[-1])
+        value = parent.pop(key)
         self._forget(path)
         if not parent and len(path) > 1:
             self.pop(path[:-1])

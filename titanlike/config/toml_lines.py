@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 
-KeyPath = tuple["str | int", ...]
+KeyPath = tuple[str | int, ...]
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
