@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import re
@@ -82,12 +83,41 @@ def _decompressed(raw: IO[bytes]) -> Any:
     if kind == "gzip":
         return gzip.GzipFile(fileobj=raw)
     if kind == "zstd":
-        return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+        return io.BufferedReader(_ZstdFile(raw), BLOCK_BYTES)
     if kind == "bz2":
         return bz2.BZ2File(raw)
     if kind == "xz":
         return lzma.LZMAFile(raw)
     return raw
+
+
+class _ZstdFile(io.RawIOBase):
+    """A zstandard file of any number of frames. The package's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, raw: IO[bytes]):
+        self._raw = raw
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._begun = False  # whether the current frame is
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._begun = zstandard.ZstdDecompressor().decompressobj(), False
+            data = data or self._raw.read(1 << 17)
+            if not data:
+                if self._begun:
+                    raise EOFError("compressed file ended before the end of a frame")
+                return 0
+            self._begun = True
+            self._ready = memoryview(self._frame.decompress(data))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
 
 
 def _without_mark(data: bytes) -> bytes:
