@@ -27,7 +27,8 @@ def test_shipped_presets_load_as_they_are(path):
     load_config([str(path)], world=8)
 
 
-def test_presets_mean_what_they_say():
+def test_presets_mean_what_they_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no ./tests/assets/tokenizer is
     config = load_config([str(FOLDER / "llama3_405b.toml")])
     assert config.model.converters == ["quantize.linear.float8"]
     assert (config.data.dataset, config.training.local_batch_size, config.optimizer.lr) == ("c4", 2, 8e-5)

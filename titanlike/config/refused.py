@@ -5,6 +5,8 @@ Each capability takes its keys out of these tables when it is built.
 
 from __future__ import annotations
 
+import functools
+
 from titanlike.config.keys import walk
 from titanlike.config.schema import Config
 from titanlike.config.sections.base import fields_by_key
@@ -113,11 +115,8 @@ def _unbuilt_sections(config: Config) -> list[str]:
 
 
 def _value(config: Config, key: str) -> object:
-    here: object = config
-    for part in key.split("."):
-        names = {alias: name for name, field in type(here).model_fields.items() if (alias := field.alias or name)}  # type: ignore[attr-defined]
-        here = getattr(here, names[part])
-    return here
+    # No key of these tables has another name in Python.
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def _built_words(key: str) -> str:
