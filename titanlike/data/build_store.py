@@ -164,7 +164,7 @@ def make_store(
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(f"{target.parent}: no space left for the token store; see data.cache_folder") from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
             raise DataError(f"{target.parent}: can't be written to ({error.strerror}); see data.cache_folder") from None
         raise
 

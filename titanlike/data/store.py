@@ -199,7 +199,7 @@ class StoreWriter:
         write_json(self.folder / MANIFEST, manifest)
 
     def abandon(self) -> None:
-        """Close the files of a store that will not be finished."""
+        """Close the files, whether or not the store was finished."""
         self._token_file.abandon()
         self._boundary_file.abandon()
 
@@ -219,8 +219,11 @@ def write_store(folder: Path | str, documents: Iterable[np.ndarray], *, vocab_si
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     writer = StoreWriter(folder, vocab_size)
-    for document in documents:
-        ids = np.asarray(document)
-        writer.add(ids, np.asarray([len(ids)]))
-    writer.finish()
+    try:
+        for document in documents:
+            ids = np.asarray(document)
+            writer.add(ids, np.asarray([len(ids)]))
+        writer.finish()
+    finally:
+        writer.abandon()
     return open_store(folder)
