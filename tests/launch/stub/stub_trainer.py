@@ -1,7 +1,8 @@
 """A trainer that trains nothing, but starts, steps, stops and fails as the real one does.
 
-Each step is an all-reduce over gloo that also agrees on the stop flag. "Saves" are files saved-STEP in the run's folder.
-STUB_OUTCOME: what run() returns at the end, or "data-error": rank 1 raises a DataError; "config-error": every rank does.
+Each step is an all-reduce over gloo that also agrees on the stop flag. A "save" is a file in the run's folder.
+STUB_OUTCOME: what run() returns at the end; or "data-error": rank 1 raises one at step 2; "early-data-error": before
+it joins the group; "config-error": every rank raises one at step 2; "vanish": every process ends without a word.
 """
 
 import os
@@ -26,6 +27,10 @@ class Trainer:
         self.steps = config.training.steps
         self.outcome = os.environ.get("STUB_OUTCOME", "done")
         self.several = worker.world_size() > 1
+        if self.outcome == "vanish":
+            os._exit(0)
+        if self.outcome == "early-data-error" and worker.rank() == 1:
+            raise DataError("train.jsonl:7: no such column")
         if self.several:
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 

@@ -1,0 +1,29 @@
+"""Common to all tests: --slow, one thread a process, free ports."""
+
+import os
+import socket
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; processes that tests start inherit it
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOG_RANK", "NGPU", "NNODES", "RDZV_ENDPOINT", "TITANLIKE_FAULT"):
+    os.environ.pop(name, None)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: needs --slow"))
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,71 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from titanlike.launch.signals import STOP_SIGNALS, StopFlag
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_raises_the_flag_and_nothing_else(number):
+    before = signal.getsignal(number)
+    with StopFlag() as stop:
+        assert not stop.raised
+        os.kill(os.getpid(), number)
+        assert stop.raised
+        assert stop.signal == number
+    assert signal.getsignal(number) == before
+
+
+def test_the_first_signal_is_remembered():
+    with StopFlag() as stop:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.signal == signal.SIGINT
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.raised
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
+    code = "import os, signal, time\nfrom titanlike.launch.signals import *\n" + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30)
+
+
+def test_the_third_interrupt_ends_the_process():
+    done = python("""
+        stop = StopFlag()
+        for n in range(3):
+            print(n, flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+        print("still here")
+    """)
+    assert done.stdout.split() == ["0", "1", "2"]
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_blocked_rank_ends_if_another_has_failed(failed):
+    done = python(f"""
+        import ctypes, threading
+        end_with_the_job(lambda: {failed}, patience=0.2)
+        stop = StopFlag()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        # As inside a collective: the signal lands in another thread, this one's C code knows nothing of it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}})
+        ctypes.CDLL(None).sleep(3)
+        print("came back", stop.raised)
+    """)
+    assert (done.returncode, done.stdout) == ((1, "") if failed else (0, "came back True\n"))
