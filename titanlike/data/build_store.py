@@ -27,7 +27,7 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -240,7 +240,7 @@ def _fill(writer: StoreWriter, source: Source, work: _Work, workers: int, claim:
     return report
 
 
-def _pieces(source: Source, work: _Work, workers: int) -> Iterator[tuple[_Piece, int]]:
+def _pieces(source: Source, work: _Work, workers: int) -> Generator[tuple[_Piece, int], None, None]:
     """The tokenized blocks in order, each with the bytes read so far."""
     if workers == 1:
         yield from ((_tokenize(block, work), read) for block, read in source.blocks())

@@ -128,7 +128,7 @@ class _HashedFile:
         self._hash = hashlib.sha256()
 
     def write(self, array: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(array)).cast("B")
+        data = np.ascontiguousarray(array).data.cast("B")
         self._file.write(data)
         self._hash.update(data)
         self.bytes += len(data)

@@ -13,6 +13,7 @@ A folder of Llama 2's kind holds tokenizer.json and tokenizer.model, which say t
 from __future__ import annotations
 
 import importlib.resources
+from collections.abc import Callable
 from pathlib import Path
 
 from titanlike.data.tokenizers.base import Origin, Tokenizer
@@ -66,7 +67,7 @@ def _find(hf_assets_path: str) -> Path:
     raise ConfigError(f"{_KEY} = {hf_assets_path!r}: no tokenizer there; looked for {looked_for}{hint}")
 
 
-def _kind(file: Path) -> type[Tokenizer]:
+def _kind(file: Path) -> Callable[[Origin], Tokenizer]:
     """Which kind a file is, by its first bytes. The packages are imported here: a run needs one of the three."""
     with open(file, "rb") as opened:
         start = opened.read(4096)
