@@ -100,6 +100,15 @@ def test_banner_says_everything_and_takes_brackets_literally(file):
         assert text in out.getvalue()
 
 
+def test_a_terminal_without_utf8_still_gets_its_lines():
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    sink = ConsoleSink(last_step=10, file=file)
+    sink.banner("titanlike", {"layout": "replicate 2 × shard 2"})
+    sink.close()
+    assert b"replicate 2 ? shard 2" in raw.getvalue()
+
+
 def test_writing_for_people():
     assert [duration(s) for s in (0.4, 42, 185, 8000, 367_000)] == ["0s", "42s", "3m 05s", "2h 13m", "4d 05h"]
     assert [count(n) for n in (950, 12_345, 8_030_261_248, 4.05e11)] == ["950", "12.3K", "8.03B", "405B"]

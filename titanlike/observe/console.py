@@ -7,6 +7,7 @@ of day, as those of the logger "titanlike" do, among which they stand.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -89,6 +90,8 @@ class ConsoleSink:
         self._last_step = last_step
         self._seconds_left = seconds_left
         file = file or sys.stdout
+        if isinstance(file, io.TextIOWrapper):
+            file.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" rather than nothing at all
         # rich alone would keep bold and dim under NO_COLOR; without a colour system it writes no escape codes at all.
         colours = None if plain or os.environ.get("NO_COLOR") else "auto"
         self._console = Console(file=file, color_system=colours, highlight=False, soft_wrap=True)
