@@ -1,8 +1,12 @@
 """TensorBoard and Weights & Biases: read back, resumed, and failing."""
 
 import importlib.machinery
+import importlib.util
 import math
+import os
+import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -177,8 +181,6 @@ class TestWandb:
         assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 4
 
     def test_closing_does_not_wait_for_ever(self, wandb_config, fake_wandb, tmp_path, warnings_of, monkeypatch):
-        import threading
-
         monkeypatch.setattr(WandbSink, "FINISH_SECONDS", 0.05)
         release = threading.Event()
         stuck = FakeRun()
@@ -203,8 +205,6 @@ class TestWandb:
 
     def test_the_real_package_offline(self, wandb_config, tmp_path):
         """In a process of its own: W&B starts threads and a service that a test process should not keep."""
-        import subprocess
-
         if importlib.util.find_spec("wandb") is None:
             pytest.skip("the extra wandb is not installed")
         code = """
@@ -219,8 +219,6 @@ for first, last in ((1, 7), (6, 10)):
         metrics.log(step, {"loss": 1 / step, "tokens": step})
     metrics.close()
 """
-        import os
-
         environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
         environment.pop("WANDB_RUN_ID", None)
         result = subprocess.run(
