@@ -210,6 +210,7 @@ def test_stages_change_the_global_batch():
         position += size
     assert sizes == [2, 2, 2, 4, 4, 2]
     assert plan.steps() == len(sizes)
+    assert [plan.position(steps) for steps in range(6)] == [0, 2, 4, 6, 10, 14]
 
 
 def test_too_little_data_is_refused_with_numbers_and_a_way_out():

@@ -223,6 +223,14 @@ class Plan:
         wanted = self.stage(position).global_batch
         return wanted if self.end is None else max(min(wanted, self.end - position), 0)
 
+    def position(self, steps: int) -> int:
+        """Where the list stands after so many steps from its start (as if it had no end)."""
+        position = 0
+        for stage, limit in zip(self.stages, [*(s.first for s in self.stages[1:]), None], strict=True):
+            here = steps if limit is None else min(steps, max(-(-(limit - position) // stage.global_batch), 0))
+            steps, position = steps - here, position + here * stage.global_batch
+        return position
+
     def steps(self, position: int = 0) -> int | None:
         """How many steps are left from `position` on; None when the list has no end."""
         if self.end is None:
