@@ -56,7 +56,9 @@ def start_process_group(device: torch.device, timeout_seconds: int) -> None:
 
     Tensors on the CPU always have gloo, so that what the host decides never waits for the accelerator.
     """
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    backend = (
+        "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    )
     timeout = timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

@@ -25,8 +25,10 @@ from titanlike import device as devices
 from titanlike.checkpoint.loading import Found
 from titanlike.checkpoint.manager import CheckpointManager
 from titanlike.config import Config, dump_toml
+from titanlike.config.derive import batch_layout
 from titanlike.data.batch import Batch
 from titanlike.data.build import build_data
+from titanlike.data.consumed import ConsumedLog
 from titanlike.data.loader import StepBatch
 from titanlike.data.tokenizers import load_tokenizer
 from titanlike.launch import worker
@@ -86,7 +88,12 @@ def add_up(objective: Objective, microbatches: Iterable[Batch], stop: bool = Fal
 
 
 def loss_and_gradients(
-    model: Decoder, objective: Objective, microbatches: Iterable[Batch], weight: float, device: torch.device, step: int = 0
+    model: Decoder,
+    objective: Objective,
+    microbatches: Iterable[Batch],
+    weight: float,
+    device: torch.device,
+    step: int = 0,
 ) -> torch.Tensor:
     """Forward and backward of a step's microbatches; gradients add up in the parameters.
 
@@ -105,9 +112,7 @@ def loss_and_gradients(
 def _loss_sum(model: Decoder, objective: Objective, batch: Batch) -> torch.Tensor:
     # Rows of one document each have the positions 0 … S-1: the model then slices its table instead of gathering it.
     positions = None if batch.offsets is None else batch.positions
-    log_probs = model(
-        batch.tokens, positions, batch.offsets, labels=batch.labels, reduction=objective.reduction
-    )
+    log_probs = model(batch.tokens, positions, batch.offsets, labels=batch.labels, reduction=objective.reduction)
     return objective.loss(log_probs, batch)
 
 
@@ -128,12 +133,17 @@ class Trainer:
         tokenizer = load_tokenizer(
             config.model.hf_assets_path, bos_token=config.data.bos_token, eos_token=config.data.eos_token
         )
-        self.data = build_data(config, tokenizer, rank=worker.rank(), world=worker.world_size())
+        # A run that goes on at another world keeps its batch and may have to fill it up; the loader refuses that at a
+        # fresh start.
+        layout = batch_layout(config, worker.world_size(), allow_filler=True)
+        self.data = build_data(
+            config, tokenizer, rank=worker.rank(), degree=layout.dp_degree, global_batch=layout.global_batch
+        )
         if config.debug.deterministic:
             devices.make_deterministic(config.debug.deterministic_warn_only)
         self.device = devices.local_device()
         devices.start_process_group(self.device, config.comm.init_timeout_seconds)
-        self.mesh = build_mesh(config, self.device.type)
+        self.mesh = build_mesh(layout, self.device.type)
         self.objective = objectives.get(config.job.recipe, "job.recipe")()
         self.model = build_model(config, self.mesh, self.device)
         self.checkpoints = CheckpointManager(
@@ -147,6 +157,9 @@ class Trainer:
         found = self.checkpoints.find(config.checkpoint.load_step) if config.checkpoint.enable else None
         self._give_values(found)
         self.metrics = self._metrics(found)
+        self.consumed = None
+        if config.data.log_consumed and worker.rank() == 0:
+            self.consumed = ConsumedLog(self.folder, self.data.plan, resume_step=self.counters.step)
 
     # ---- starting
 
@@ -197,7 +210,7 @@ class Trainer:
                 "batch": f"{layout.global_batch} sequences of {config.training.seq_len} tokens, "
                 f"{layout.accumulation} microbatches a rank",
                 "precision": f"{config.training.mixed_precision_param} over {config.training.dtype}",
-                "data": self.data.summary,
+                "data": self._data_summary(),
                 "from": str(found.path) if found else config.checkpoint.initial_load_path or "new weights",
                 "output": str(self.folder),
             }
@@ -211,6 +224,13 @@ class Trainer:
         )
         return metrics
 
+    def _data_summary(self) -> str:
+        plan, store = self.data.plan, self.data.store
+        return (
+            f"{store.n_tokens:,} tokens in {store.n_documents:,} documents; {plan.n_sequences_per_epoch:,} sequences "
+            f"an epoch, at sequence {self.data.loader.position:,}"
+        )
+
     # ---- training
 
     def run(self) -> Outcome:
@@ -222,7 +242,11 @@ class Trainer:
         with (
             StopFlag() as stop,
             profiling(
-                config.profiling, self.folder, rank=worker.rank(), device_type=self.device.type, resume_step=counters.step
+                config.profiling,
+                self.folder,
+                rank=worker.rank(),
+                device_type=self.device.type,
+                resume_step=counters.step,
             ) as profiler,
         ):
             self.metrics.meter.start(counters.step, counters.tokens)
@@ -282,9 +306,9 @@ class Trainer:
         self.counters.trained_tokens += totals.trained_tokens
 
     def _report(self, step: int, batch: StepBatch, row: dict[str, Any] | None) -> None:
-        self.data.log_consumed(step, batch)
-        validation = self.config.validation
-        if row is not None and validation.enable and self._validates(step):
+        if self.consumed is not None:
+            self.consumed.write(step, batch.first, batch.count)
+        if row is not None and self.data.validation is not None and self._validates(step):
             with self.metrics.meter.paused("validation"):
                 row["validation_loss"] = self.validate(step)
         if row is not None:
@@ -296,15 +320,13 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, step: int) -> float | None:
-        """Mean loss over the held-out sequences (or the first `validation.steps` microbatches of each rank)."""
+        """Mean loss over the trained tokens of the held-out sequences."""
+        assert self.data.validation is not None
         fault("validate", step)
         self.model.eval()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         weight = torch.zeros((), dtype=torch.float64)
-        limit = self.config.validation.steps
-        for i, batch in enumerate(self.data.validation):
-            if i == limit:
-                break
+        for batch in self.data.validation:
             weight += self.objective.weight(batch)
             loss_sum += _loss_sum(self.model, self.objective, batch.to(self.device))
         dist.all_reduce(weight)
@@ -342,6 +364,8 @@ class Trainer:
             self._export_weights()
         self.checkpoints.close()
         self.data.close()
+        if self.consumed is not None:
+            self.consumed.close()
         self.metrics.event("stop", outcome=outcome, step=self.counters.step)
         self.metrics.close()
         logger.info("%s at step %d", {"data_ended": "the data has ended"}.get(outcome, outcome), self.counters.step)

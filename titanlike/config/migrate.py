@@ -95,11 +95,6 @@ def notes_on(layer: Layer) -> list[str]:
             "dim = 256, n_layers = 6, n_heads = 16, n_kv_heads = 16, head_dim = 16, ffn_dim = 768, vocab_size = 2048, "
             "rope_theta = 500000"
         )
-    if layer.get(("model", "flavor")) in ("8B", "70B"):
-        notes.append(
-            "model.flavor = 8B and 70B are Llama 3 here; TorchTitan's stretch the rotary frequencies as "
-            "Llama 3.1 does: write 3.1-8B or 3.1-70B to go on with its checkpoints"
-        )
     return notes + list(ALWAYS)
 
 

@@ -6,11 +6,11 @@ asked for, so that reading a config imports nothing heavy.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from titanlike.config.nearest import nearest_word
 from titanlike.errors import ConfigError
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Registry(Generic[T]):
             importlib.import_module(self._builtins[name])
         if name in self._entries:
             return self._entries[name]
-        near = difflib.get_close_matches(name, self.names(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest_word(name, self.names())
+        hint = f"; did you mean {near!r}?" if near else ""
         where = f"{key} = {name!r}: " if key else f"{name!r}: "
         raise ConfigError(f"{where}no such {self.kind}{hint} (there are: {', '.join(self.names())})")

@@ -5,8 +5,6 @@ Applied by replacing a block's forward, not by wrapping the block, so that no pa
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -53,7 +51,13 @@ def _checkpointed(block: nn.Module, config: Config, by_operator: bool) -> None:
     }
     if by_operator:
         options["context_fn"] = _selective_contexts
-    block.forward = partial(checkpoint, block.forward, **options)
+    forward = block.forward
+
+    # A function of its own, not a partial: torch.compile starts at a frame that it can trace.
+    def recomputed(*args, **kwargs):
+        return checkpoint(forward, *args, **kwargs, **options)
+
+    block.forward = recomputed
 
 
 def apply_activation_checkpointing(model: Decoder, config: Config) -> None:

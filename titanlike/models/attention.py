@@ -7,6 +7,8 @@ with the fused kernel; on a GPU it is one call of the variable-length kernel. Wi
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -17,7 +19,7 @@ from titanlike.models.spec import DecoderSpec
 
 def _spans(offsets: torch.Tensor) -> list[tuple[int, int]]:
     bounds = offsets.tolist()
-    return [(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    return [(a, b) for a, b in itertools.pairwise(bounds) if b > a]
 
 
 def _longest(offsets: torch.Tensor) -> int:
@@ -47,7 +49,7 @@ def document_attention(
     if offsets is None:
         out, lse = rows.forward(q, k, v, scale)
         return out.contiguous(), lse.contiguous()
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(_lse_shape(q), dtype=torch.float32)
+    out, lse = _empty_outputs(q)
     flat_q, flat_k, flat_v, flat_out = (t.flatten(0, 1)[None] for t in (q, k, v, out))
     for a, b in _spans(offsets):
         part, part_lse = rows.forward(flat_q[:, a:b], flat_k[:, a:b], flat_v[:, a:b], scale)
@@ -57,13 +59,15 @@ def document_attention(
     return out, lse
 
 
-def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:
-    return q.shape[0], q.shape[2], q.shape[1]
+def _empty_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, length, heads, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty((rows, heads, length), dtype=torch.float32)
 
 
 @document_attention.register_fake
 def _(q, k, v, offsets, scale, kernel):
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(_lse_shape(q), dtype=torch.float32)
+    return _empty_outputs(q)
 
 
 @torch.library.custom_op("titanlike::document_attention_backward", mutates_args=())

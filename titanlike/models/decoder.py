@@ -122,10 +122,7 @@ class Decoder(nn.Module):
         h = self.tok_embeddings(tokens)
         cos, sin = self.rope_table[:, : tokens.shape[1]] if positions is None else self.rope_table[:, positions]
         for i, block in enumerate(self.layers.values()):
-            if caches is None:
-                h = block(h, (cos, sin), offsets)
-            else:
-                h = block(h, (cos, sin), None, caches[i], positions)
+            h = block(h, (cos, sin), offsets, *((caches[i], positions) if caches else ()))
         h = self.norm(h)
         return h if labels is None else self.output(h, labels, self.tied_weight, reduction)
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlike.data.batch import IGNORE
-from titanlike.models.spec import DecoderSpec
 from titanlike.models.linear_cross_entropy import linear_log_probs
+from titanlike.models.spec import DecoderSpec
 
 
 class Head(nn.Module):
@@ -35,7 +35,7 @@ class Head(nn.Module):
         tied: torch.Tensor | None = None,
         reduction: Literal["none", "sum"] = "none",
     ) -> torch.Tensor:
-        """Log-probabilities of labels [B, S] given hidden [B, S, dim]: float32 [B, S], 0 where ignored, or their sum."""
+        """Log-probabilities of labels [B, S] given hidden [B, S, dim]: float32 [B, S], 0 where ignored; or the sum."""
         weight = self.weight if tied is None else tied
         if self.implementation == "linear":
             return linear_log_probs(hidden, weight, labels, reduction, self.chunk_size, self.compile_backend)

@@ -48,7 +48,7 @@ def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Ten
 def _gradient_chunk(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, upstream: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [n] and the logits' gradient [n, vocab] in the inputs' dtype: onehot − softmax, times upstream."""
+    """Log-probabilities [n], and the logits' gradient [n, vocab] in hidden's dtype: (onehot − softmax) · upstream."""
     chosen, grad = _log_probs(hidden, weight, labels)
     grad.neg_().scatter_add_(1, labels[:, None], torch.ones_like(chosen)[:, None])
     if upstream is not None:
@@ -73,7 +73,9 @@ def _gradients(hidden, weight, labels, upstream, rows, gradient_chunk):
     """Log-probabilities [n], gradient of hidden [n, dim] and of weight (float32), chunk by chunk."""
     chosen = hidden.new_empty(labels.shape, dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+    grad_weight = torch.zeros(
+        weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device
+    )
     for a in range(0, len(labels), rows):
         part = slice(a, a + rows)
         up = None if upstream is None else upstream[part]
@@ -139,9 +141,9 @@ def linear_log_probs(
 ) -> torch.Tensor:
     """Log-probabilities of labels under softmax(hidden @ weight^T).
 
-    hidden [..., dim], weight [vocab, dim] of the same dtype, labels int64 [...] with IGNORE where a token isn't trained
-    on; chunk_size in tokens, 0 for what suits the device; backend of torch.compile for a chunk, if any. Returns float32 [...], 0 where ignored, or their sum; with
-    every token ignored the gradients are zeros, not missing.
+    hidden [..., dim] and weight [vocab, dim] of one dtype, labels int64 [...] with IGNORE where a token isn't trained
+    on; chunk_size in tokens, 0 for what suits the device; backend of torch.compile for a chunk, if any. Returns float32
+    [...], 0 where ignored, or their sum; with every token ignored the gradients are zeros, not missing.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     kept = (labels.flatten() != IGNORE).nonzero().squeeze(1)

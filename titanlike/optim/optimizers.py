@@ -37,7 +37,9 @@ def _adam(groups: list[dict], config: Config) -> torch.optim.Optimizer:
 
 @optimizers.register("SGD")
 def _sgd(groups: list[dict], config: Config) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=config.optimizer.lr, momentum=config.optimizer.momentum, **_implementation(config))
+    c = config.optimizer
+    # torch's fused SGD knows no sharded tensors; its lists of tensors compute the same.
+    return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum, foreach=c.implementation != "for-loop")
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, str]:
@@ -128,4 +130,3 @@ def _give_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-

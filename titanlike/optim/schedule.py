@@ -43,7 +43,7 @@ class Schedule:
         return Schedule(warmup, decay, total, settings.decay_type, settings.min_lr_factor)
 
     def factor(self, step: int) -> float:
-        """Factor for a step (from 1), within [minimum, 1] after the warm-up; beyond the total it stays at the minimum."""
+        """Factor for a step (from 1): within [minimum, 1] after the warm-up, the minimum beyond the total."""
         if step <= self.warmup:
             return step / self.warmup
         if step > self.total:

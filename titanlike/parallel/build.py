@@ -26,7 +26,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
         model = Decoder(
             decoder_spec(config),
             kernel=config.model.attention,
-            seq_len=config.training.seq_len,
+            seq_len=max(config.training.seq_len, config.validation.seq_len or 0),
             loss=config.loss.implementation,
             chunk_size=config.loss.chunk_size,
         )

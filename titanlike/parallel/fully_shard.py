@@ -52,5 +52,3 @@ def _reshard_after_forward(config: Config, mesh: DeviceMesh) -> bool:
     if mesh["shard"].size() == 1:
         return False
     return config.parallelism.fsdp_reshard_after_forward != "never"
-
-

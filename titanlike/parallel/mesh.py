@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlike.config import Config
-from titanlike.config.derive import BatchLayout, batch_layout
+from titanlike.config.derive import BatchLayout
 
 
 @dataclass(frozen=True)
@@ -24,22 +22,8 @@ class Mesh:
     layout: BatchLayout
     shards: DeviceMesh
 
-    @property
-    def data_rank(self) -> int:
-        """Which slice of each global batch this rank reads, from 0."""
-        replicate, shard = self.shards.get_coordinate()
-        return replicate * self.layout.dp_shard + shard
 
-    @property
-    def data_degree(self) -> int:
-        """How many slices a global batch is cut into."""
-        return self.layout.dp_degree
-
-
-def build_mesh(config: Config, device_type: str) -> Mesh:
-    """The mesh of `[parallelism]` over the running world. Raises ConfigError where the degrees don't fit it."""
-    # A run that goes on at another world keeps its batch and may have to fill it up; the loader refuses that at a
-    # fresh start.
-    layout = batch_layout(config, dist.get_world_size(), allow_filler=True)
+def build_mesh(layout: BatchLayout, device_type: str) -> Mesh:
+    """The mesh of these degrees over the running world."""
     shape = (layout.dp_replicate, layout.dp_shard)
     return Mesh(layout, init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")))

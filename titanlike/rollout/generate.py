@@ -23,7 +23,7 @@ from titanlike.rollout.sampling import Sampling, generate
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="titanlike generate", description=__doc__)
-    parser.add_argument("path", type=Path, help="a run's folder (its newest checkpoint) or a checkpoint's step-N folder")
+    parser.add_argument("path", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add at most (default 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
@@ -34,7 +34,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
     arguments = parser.parse_args(argv)
     if arguments.max_new_tokens < 1 or arguments.temperature < 0 or not 0 < arguments.top_p <= 1 or arguments.top_k < 0:
-        parser.error("--max-new-tokens must be at least 1, --temperature at least 0, --top-p in (0, 1], --top-k at least 0")
+        parser.error(
+            "--max-new-tokens must be at least 1, --temperature at least 0, --top-p in (0, 1], --top-k at least 0"
+        )
     return arguments
 
 

@@ -44,12 +44,12 @@ llama3 = families.register("llama3")(
             ),
             "1B": _llama(2048, 16, 32, 8192, **_SMALL),
             "3B": _llama(3072, 28, 24, 8192, **_SMALL),
-            "8B": _llama(4096, 32, 32, 14336),
-            "70B": _llama(8192, 80, 64, 28672),
+            # As TorchTitan: without a version, the frequencies of 3.1.
+            "8B": _llama(4096, 32, 32, 14336, **_LONG),
+            "70B": _llama(8192, 80, 64, 28672, **_LONG),
             "405B": _llama(16384, 126, 128, 53248, **_LONG),
-            "3.1-8B": _llama(4096, 32, 32, 14336, **_LONG),
-            "3.1-70B": _llama(8192, 80, 64, 28672, **_LONG),
-            "3.3-70B": _llama(8192, 80, 64, 28672, **_LONG),
+            "3.0-8B": _llama(4096, 32, 32, 14336),
+            "3.0-70B": _llama(8192, 80, 64, 28672),
         },
     )
 )

@@ -1,0 +1,132 @@
+"""What the pool's ranks are asked to do, and the same by one plain process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from titanlike import device as devices
+from titanlike.config import Config
+from titanlike.config.derive import batch_layout
+from titanlike.data.batch import IGNORE, Batch, document_offsets
+from titanlike.models.decoder import Decoder
+from titanlike.models.initial import initial_values, materialise
+from titanlike.models.spec import decoder_spec
+from titanlike.objectives.next_token import NextToken
+from titanlike.optim.clip import clip_gradients
+from titanlike.optim.optimizers import build_optimizer
+from titanlike.optim.schedule import Schedule
+from titanlike.parallel.build import build_model
+from titanlike.parallel.mesh import build_mesh
+from titanlike.trainer import add_up, loss_and_gradients, mean_loss
+
+ROWS = 8
+
+
+def rows(step: int, config: Config, masks: str) -> Batch:
+    """One global batch of made-up rows. `masks`: "even", or "uneven" with unequal, and some missing, trained tokens."""
+    g = torch.Generator().manual_seed(1000 + step)
+    length, vocab = config.training.seq_len, decoder_spec(config).vocab_size
+    tokens = torch.randint(0, vocab, (ROWS, length), generator=g)
+    labels = torch.randint(0, vocab, (ROWS, length), generator=g)
+    documents = torch.zeros(ROWS, length, dtype=torch.int32)
+    positions = torch.arange(length).repeat(ROWS, 1)
+    if masks == "uneven":
+        share = torch.linspace(0.05, 0.95, ROWS)[:, None]
+        labels[torch.rand(ROWS, length, generator=g) > share] = IGNORE
+        labels[2:4] = IGNORE  # a whole microbatch without a trained token
+        cut = 7
+        documents[1::2, cut:] = 1
+        positions[1::2, cut:] -= cut
+    return Batch(
+        tokens=tokens,
+        labels=labels,
+        positions=positions,
+        documents=documents,
+        sequences=torch.arange(ROWS) + ROWS * step,
+        offsets=document_offsets(documents),
+    )
+
+
+def take(batch: Batch, first: int, count: int) -> Batch:
+    part = slice(first, first + count)
+    documents = batch.documents[part]
+    return Batch(
+        tokens=batch.tokens[part],
+        labels=batch.labels[part],
+        positions=batch.positions[part],
+        documents=documents,
+        sequences=batch.sequences[part],
+        offsets=document_offsets(documents),
+    )
+
+
+def train(rank: int, world: int, *, config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, Any]:
+    """`steps` steps of the product on this rank; losses, norms, first gradients and last weights, gathered."""
+    settings = Config.model_validate(config)
+    layout = batch_layout(settings, world)
+    model = build_model(settings, build_mesh(layout, "cpu"), torch.device("cpu"))
+    materialise(model, "cpu", initial_values(model, 0))
+    initial = gathered(model, lambda p: p)
+    optimizer, schedule = build_optimizer(model, settings), Schedule.of(settings)
+    local = settings.training.local_batch_size
+    share = ROWS // layout.dp_degree
+    losses, norms, gradients = [], [], {}
+    for step in range(1, steps + 1):
+        whole = rows(step, settings, masks)
+        mine = [take(whole, rank * share + i, local) for i in range(0, share, local)]
+        devices.seed_everything(0, step)
+        totals = add_up(NextToken(), mine)
+        loss = loss_and_gradients(model, NextToken(), mine, totals.weight, torch.device("cpu"))
+        if step == 1:
+            gradients = gathered(model, lambda p: p.grad)
+        norms.append(clip_gradients(model.parameters(), settings.training.max_norm).item())
+        schedule.apply(optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_loss(loss, totals.weight))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "weights": gathered(model, lambda p: p),
+        "initial": initial,
+        "trained_tokens": totals.trained_tokens,
+        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
+    }
+
+
+def gathered(model, what) -> dict[str, torch.Tensor]:
+    result = {}
+    for name, parameter in model.named_parameters():
+        value = what(parameter).detach()
+        result[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return result
+
+
+def plain(config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, Any]:
+    """One process, one big batch, full logits, torch's own loss, clipping and optimizer: what every layout must equal."""
+    settings = Config.model_validate(config)
+    spec = decoder_spec(settings)
+    with torch.device("meta"):
+        model = Decoder(spec, seq_len=settings.training.seq_len, kernel="math", loss="logits")
+    materialise(model, "cpu", initial_values(model, 0))
+    optimizer = build_optimizer(model, settings)
+    losses, norms, gradients = [], [], {}
+    for step in range(1, steps + 1):
+        batch = rows(step, settings, masks)
+        logits = model.logits(model(batch.tokens, batch.positions, batch.offsets))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        if step == 1:
+            gradients = gathered(model, lambda p: p.grad)
+        max_norm = settings.training.max_norm or float("inf")
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * Schedule.of(settings).factor(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": gathered(model, lambda p: p)}

@@ -1,0 +1,79 @@
+"""Worker processes that serve many checks: starting ranks costs more than most of what they are asked.
+
+    with Pool(4) as pool:
+        results = pool.run("tests.parity.jobs:losses", world=2, config={...})   # what each of the 2 ranks returned
+
+A job is a function by its dotted name, called with rank and world and the arguments, inside a fresh gloo group of that
+size. Arguments and results travel by pickle between these test processes only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from typing import Any
+
+
+class Pool:
+    """`size` spawned processes with one thread each, alive until `close`."""
+
+    def __init__(self, size: int):
+        context = multiprocessing.get_context("spawn")
+        self._ends = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, job: str, *, world: int, timeout: float = 120, **arguments: Any) -> list[Any]:
+        """Runs the job on ranks 0 … world-1; returns their results in order, or raises the first rank's failure."""
+        with tempfile.TemporaryDirectory() as folder:
+            for end in self._ends[:world]:
+                end.send((job, world, os.path.join(folder, "store"), arguments))
+            answers = []
+            for rank, end in enumerate(self._ends[:world]):
+                if not end.poll(timeout):
+                    self.close()
+                    raise TimeoutError(f"{job}: rank {rank} of {world} did not answer within {timeout} s")
+                answers.append(end.recv())
+        if failures := [f"rank {r}:\n{a[1]}" for r, a in enumerate(answers) if not a[0]]:
+            raise AssertionError(f"{job} failed on {len(failures)} of {world} ranks\n" + "\n".join(failures))
+        return [answer[1] for answer in answers]
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        self._ends, self._processes = [], []
+
+
+def _serve(rank: int, end: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job, world, store, arguments = end.recv()
+        except EOFError:
+            return
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        try:
+            dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+            module, name = job.split(":")
+            end.send((True, getattr(importlib.import_module(module), name)(rank, world, **arguments)))
+        except Exception:
+            end.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
