@@ -23,7 +23,10 @@ def main(argv: Sequence[str]) -> int:
 def list_checkpoints(path: Path) -> list[StepFolder]:
     """The step folders of a run's folder or a folder of checkpoints (or the one step-N folder), the newest first."""
     folder, step = folders.locate(path)
-    return [one for one in folders.scan(folder) if step in (-1, one.step)]
+    found = [one for one in folders.scan(folder) if step in (-1, one.step)]
+    if not found:
+        raise CheckpointError(f"{path}: there is no such checkpoint")
+    return found
 
 
 def verify(path: Path) -> list[str]:
@@ -48,7 +51,12 @@ def _opening_problems(path: Path) -> list[str]:
             problems.append(f"{path / storage.METADATA}: entry {name!r} is not a tensor")
         elif not storage.is_covered(metadata, name):
             problems.append(f"{path / storage.METADATA}: holds only parts of {name!r}")
-    return problems
+    outside = {
+        place.relative_path
+        for place in metadata.storage_data.values()
+        if not place.offset + place.length <= (path / place.relative_path).stat().st_size
+    }
+    return problems + [f"{path / name}: ends before the tensors that the index says are in it" for name in outside]
 
 
 def _list(path: Path, *, as_json: bool) -> int:
@@ -89,8 +97,6 @@ def _described(one: StepFolder) -> dict[str, Any]:
 def _verify(path: Path, *, as_json: bool) -> int:
     # A step folder may have been copied under any name.
     paths = [path] if (path / manifest.NAME).exists() else [one.path for one in list_checkpoints(path)]
-    if not paths:
-        raise CheckpointError(f"{path}: there is no such checkpoint")
     found = {str(one): verify(one) for one in paths}
     if as_json:
         print(json.dumps([{"path": one, "ok": not problems, "problems": problems} for one, problems in found.items()]))

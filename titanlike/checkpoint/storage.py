@@ -244,6 +244,8 @@ def _index_problem(metadata: Any) -> str | None:
         name = getattr(place, "relative_path", None)
         if not isinstance(name, str) or not manifest.is_plain_name(name):
             return f"{getattr(index, 'fqn', index)!r} is said to be in {name!r}, which is not a file of this folder"
+        if not all(isinstance(getattr(place, key, None), int) for key in ("offset", "length")):
+            return f"it doesn't say where in {name} {getattr(index, 'fqn', index)!r} is"
         if getattr(place, "transform_descriptors", None):
             return f"{name} was written through {place.transform_descriptors}; only plain DCP files are read"
     return None
