@@ -67,13 +67,13 @@ class Staging:
         return torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=pin)
 
     def _copy_beside_training(self, shards: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        if self._stream is None:
-            self._stream = torch.Stream(device)
-        self._stream.wait_stream(torch.accelerator.current_stream())
-        with self._stream:
+        stream = self._stream or torch.Stream(device)
+        self._stream = stream
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
             for name, shard in shards.items():
                 self._buffers[name].copy_(shard, non_blocking=True)
-            self._copied = self._stream.record_event()
+            self._copied = stream.record_event()
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
