@@ -192,7 +192,7 @@ def test_another_list_of_sequences_is_refused_by_name(store, tmp_path):
     for loader, says in (
         (loader_of(store, seed=4), "data.seed was 3, is 4"),
         (loader_of(store, long_documents="truncate"), "data.long_documents was 'split', is 'truncate'"),
-        (loader_of(other), f"data was '{store.fingerprint}', is '{other.fingerprint}'"),
+        (loader_of(other), f"fingerprint of the data was '{store.fingerprint}', is '{other.fingerprint}'"),
     ):
         with pytest.raises(DataError, match=says):
             loader.load(state)

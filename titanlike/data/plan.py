@@ -188,8 +188,8 @@ class Plan:
         if not self.cut.n_rows:
             raise DataError(_too_little(store, self.cut))
         self.identity: dict[str, Any] = {
-            "version": _VERSION,
-            "data": store.fingerprint,
+            "version of the order": _VERSION,
+            "fingerprint of the data": store.fingerprint,
             "data.seed": seed if shuffle or validation_fraction > 0 else None,
             "data.shuffle": shuffle,
             "data.validation_fraction": validation_fraction,
