@@ -27,3 +27,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture
+def make_config():
+    """A Config from sections given as dicts, the rest at its defaults."""
+    from titanlike.config import Config
+
+    return lambda **sections: Config.model_validate(sections)
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Four worker processes for all tests that need ranks."""
+    from tests.pool import Pool
+
+    pool = Pool(4)
+    yield pool
+    pool.close()

@@ -178,7 +178,7 @@ class Trainer:
             if "train_state" not in excluded:
                 self.counters = Counters(**found.state["counters"])
             if "dataloader" not in excluded:
-                self.data.loader.load(found.state["data"])
+                self.data.loader.load(found.state["data"], allow_changed=self.config.data.allow_changed)
         elif settings.initial_load_path:
             tensors = dict(self.model.named_parameters()) if settings.initial_load_model_only else self._tensors()
             self.checkpoints.load_foreign(settings.initial_load_path, tensors)

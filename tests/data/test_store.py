@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -227,17 +228,19 @@ def test_ready_store_must_fit_the_config(tmp_path):
         open_corpus(out, tmp_path, add_bos=False)
     with pytest.raises(DataError, match=r"tokenized with huggingface:debug, model\.hf_assets_path is"):
         open_or_build(Data(path=[str(out)]), load_tokenizer("debug", eos_token="<|pad|>"))
+    with pytest.raises(DataError, match="is a token store, which can't be read together"):
+        open_or_build(Data(path=[str(tmp_path), str(out)]), TOKENIZER)
 
 
 # At once: ranks, jobs, machines.
 
 
-def ask_together(target: Path, build, count=4) -> list:
+def ask_together(target: Path, build, count=4, done=None) -> list:
     """What each of `count` threads got: None, or the exception."""
 
     def ask(_):
         try:
-            build_once(target, target.exists, build)
+            build_once(target, done or target.exists, build)
         except Exception as error:
             return error
 
@@ -259,13 +262,22 @@ def test_one_builds_and_the_others_wait(tmp_path):
 
 @pytest.mark.parametrize("kind", [DataError, ConfigError, ZeroDivisionError])
 def test_those_who_wait_get_the_builders_error(tmp_path, kind):
-    waiting = threading.Event()
+    target, built, looks = tmp_path / "thing", [], Counter()
+    others_wait = threading.Event()
+
+    def done() -> bool:
+        looks[threading.get_ident()] += 1
+        if sum(count >= 3 for count in looks.values()) == 3:  # by then they have seen whose lock it is
+            others_wait.set()
+        return target.exists()
 
     def build(claim: Claim) -> None:
-        waiting.wait(0.3)
+        built.append(claim)
+        others_wait.wait(20)
         raise kind("file x, line 3: bad")
 
-    errors = ask_together(tmp_path / "thing", build)
+    errors = ask_together(target, build, done=done)
+    assert len(built) == 1
     expected = {kind} if kind is not ZeroDivisionError else {ZeroDivisionError, RuntimeError}
     assert {type(error) for error in errors} == expected
     assert all("file x, line 3: bad" in str(error) for error in errors)

@@ -87,7 +87,8 @@ def test_any_text_comes_back(tokenizer):
         ids = tokenizer.encode(text, False, False)
         assert tokenizer.decode(ids) == text
         assert all(0 <= id < tokenizer.vocab_size for id in ids)
-        assert tokenizer.decode(tokenizer.encode(text, False, False, continues=True)[:]).lstrip() == text.lstrip()
+        after = tokenizer.encode(text, False, False, continues=True)
+        assert tokenizer.decode([*ids, tokenizer.eos_id, *after], skip_special=True) == text + text
     assert tokenizer.encode("", False, False) == []
 
 
@@ -189,7 +190,7 @@ def test_llama3_special_tokens():
 
 def test_endless_blanks_do_not_break_tiktoken():
     tokenizer = load_tokenizer(str(ASSETS / "llama3_tiktoken"))
-    text = "a" + " " * 600_000 + "\n" * 100_000 + "b"
+    text = "a" + " " * 1_000_000 + "b" + "\n" * 100_000 + "c"
     assert tokenizer.decode(tokenizer.encode(text, False, False)) == text
 
 
@@ -207,6 +208,12 @@ def save_words(folder: Path, words: list[str], special: list[str], **config) -> 
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     return folder
+
+
+def test_unknown_token_of_a_tokenizer_json(tmp_path):
+    tokenizer = load_tokenizer(str(save_words(tmp_path, ["<unk>", "a"], ["<unk>", "</s>"])))
+    assert tokenizer.unknown_id == 0 and tokenizer.special_ids == {2}
+    assert tokenizer.encode("a b </s>", False, True) == [1, 0, 0, 2]
 
 
 def test_control_token_inside_the_model_vocabulary_is_not_made_of_text(tmp_path):

@@ -54,8 +54,7 @@ class Job:
             except (OSError, ValueError):
                 continue
             if "titanlike.train" in words and str(self.folder) in words:
-                rank = next(int(line[5:]) for line in environment if line.startswith("RANK="))
-                found[rank] = int(entry.name)
+                found.update({int(line[5:]): int(entry.name) for line in environment if line.startswith("RANK=")})
         return found
 
     @property
@@ -86,4 +85,4 @@ def start(tmp_path):
         for pid in (job.process.pid, *job.workers().values()):
             if pid != job.process.pid or job.process.poll() is None:
                 os.kill(pid, signal.SIGKILL)
-        job.process.wait()
+        job.process.communicate()

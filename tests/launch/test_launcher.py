@@ -57,7 +57,7 @@ def test_a_given_port_that_is_busy_is_named(start):
 
 
 def test_a_raising_rank_ends_all_with_its_traceback_first(start):
-    job = start("--training.steps", "30", NGPU="2", TITANLIKE_FAULT="raise:rank=1,step=3,phase=forward")
+    job = start("--training.steps", "30", NGPU="2", TITANLIKE_FAULT="raise:rank=1,step=20,phase=forward")
     job.wait_for_step(2, ranks=2)
     reached = time.monotonic()
     workers = job.workers()
@@ -65,11 +65,12 @@ def test_a_raising_rank_ends_all_with_its_traceback_first(start):
     assert time.monotonic() - reached < SOON
     assert set(workers) == {0, 1}
     assert not job.workers()
-    assert job.err.index("rank 1 failed at step 3:") < job.err.index("Traceback") < job.err.index("InjectedFault")
+    assert job.err.index("rank 1 failed at step 20:") < job.err.index("Traceback") < job.err.index("InjectedFault")
     assert job.err.count("Traceback") == 1
-    assert (job.status.state, job.status.exit_code, job.status.rank, job.status.step) == ("failed", 1, 1, 3)
+    assert (job.status.state, job.status.exit_code, job.status.rank, job.status.step) == ("failed", 1, 1, 20)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_failed_one_does_not_wait_long(start):
     job = start(NGPU="2", STUB_OUTCOME="early-data-error")
     while not status.has_failed(job.folder):
@@ -82,6 +83,7 @@ def test_a_rank_that_waits_for_a_failed_one_does_not_wait_long(start):
     assert "Traceback" not in job.err
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(start):
     job = start("--training.steps", "30", NGPU="2", TITANLIKE_FAULT="kill:rank=1,step=3")
     job.wait_for_step(2, ranks=2)
@@ -94,7 +96,8 @@ def test_a_killed_rank_is_named(start):
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code", "text"), [("data-error", 3, "train.jsonl:7"), ("config-error", 2, "seq_len")]
+    ("outcome", "code", "text"),
+    [("data-error", 3, "train.jsonl:7"), pytest.param("config-error", 2, "seq_len", marks=pytest.mark.slow)],
 )
 def test_a_users_mistake_found_by_a_worker_is_said_once(start, outcome, code, text):
     job = start("--training.steps", "30", NGPU="2", STUB_OUTCOME=outcome)
@@ -104,7 +107,9 @@ def test_a_users_mistake_found_by_a_worker_is_said_once(start, outcome, code, te
     assert job.status.exit_code == code
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_signal_stops_one_process_with_75(start, number):
     job = start("--training.steps", "3000", NGPU="1", TITANLIKE_FAULT="slow-save:seconds=1")
     job.wait_for_step(2, ranks=1)
@@ -133,6 +138,7 @@ def test_a_signal_stops_all_ranks_at_one_step(start, target):
     ]
 
 
+@pytest.mark.slow
 def test_what_an_earlier_start_left_is_not_believed(start):
     first = start("--training.steps", "30", NGPU="1", TITANLIKE_FAULT="raise:step=1")
     assert first.wait() == 1
@@ -140,6 +146,7 @@ def test_what_an_earlier_start_left_is_not_believed(start):
     assert second.wait() == 0  # workers that left nothing, but ended well
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_workers(start):
     job = start("--training.steps", "3000", NGPU="2")
     job.wait_for_step(1, ranks=2)
@@ -151,6 +158,7 @@ def test_a_killed_launcher_leaves_no_workers(start):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_workers_are_started_again(start, tmp_path):
     once = f"raise:rank=1,step=3,once={tmp_path / 'once'}"
     job = start("--training.steps", "4", NGPU="2", MAX_RESTARTS="1", TITANLIKE_FAULT=once)

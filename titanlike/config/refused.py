@@ -49,7 +49,6 @@ DEFAULT_ONLY = (
     "model.converters",
     "model.freeze",
     "loss.z_loss",
-    "data.allow_changed",
     "data.sources",
     "data.stages",
     "data.stream",

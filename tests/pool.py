@@ -4,7 +4,8 @@
         results = pool.run("tests.parity.jobs:losses", world=2, config={...})   # what each of the 2 ranks returned
 
 A job is a function by its dotted name, called with rank and world and the arguments, inside a fresh gloo group of that
-size. Arguments and results travel by pickle between these test processes only.
+size, or with torchrun's environment variables alone if it starts its group itself (`group=False`). Arguments and
+results travel by pickle between these test processes only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import socket
 import tempfile
 import traceback
 from typing import Any
@@ -26,17 +28,18 @@ class Pool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs))
             process.start()
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
 
-    def run(self, job: str, *, world: int, timeout: float = 120, **arguments: Any) -> list[Any]:
+    def run(self, job: str, *, world: int, group: bool = True, timeout: float = 120, **arguments: Any) -> list[Any]:
         """Runs the job on ranks 0 … world-1; returns their results in order, or raises the first rank's failure."""
+        port = _free_port()
         with tempfile.TemporaryDirectory() as folder:
             for end in self._ends[:world]:
-                end.send((job, world, os.path.join(folder, "store"), arguments))
+                end.send((job, world, os.path.join(folder, "store") if group else None, port, arguments))
             answers = []
             for rank, end in enumerate(self._ends[:world]):
                 if not end.poll(timeout):
@@ -57,6 +60,12 @@ class Pool:
         self._ends, self._processes = [], []
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
 def _serve(rank: int, end: Any) -> None:
     import torch
     import torch.distributed as dist
@@ -64,12 +73,14 @@ def _serve(rank: int, end: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            job, world, store, arguments = end.recv()
+            job, world, store, port, arguments = end.recv()
         except EOFError:
             return
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+            if store is not None:
+                dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
             module, name = job.split(":")
             end.send((True, getattr(importlib.import_module(module), name)(rank, world, **arguments)))
         except Exception:
