@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from titanlike import device as devices
-from titanlike.checkpoint import loading
-from titanlike.config import load_config
-from titanlike.data.tokenizers import load_tokenizer
+from titanlike.checkpoint import folders, loading
+from titanlike.config import Config, load_config
+from titanlike.data.tokenizers import Tokenizer, load_tokenizer
 from titanlike.errors import CheckpointError, ConfigError, TitanlikeError
 from titanlike.models.decoder import Decoder
 from titanlike.models.initial import materialise
@@ -41,22 +41,16 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _checkpoint(path: Path) -> Path:
-    """The step-N folder that a path means. Raises CheckpointError if there is none that is complete."""
-    if (path / "manifest.json").exists():
-        found = loading.find(path.parent, int(path.name.removeprefix("step-")), None)
-    else:
-        config = path / "config.toml"
-        folder = path
-        if config.exists():
-            folder = path / load_config(["--job.config_file", str(config)]).checkpoint.folder
-        found = loading.find(folder, -1, None) if folder.is_dir() else None
+    """The complete step-N folder that a path means. Raises CheckpointError if there is none."""
+    folder, step = folders.locate(path)
+    found = loading.find(folder, step, None)
     if found is None:
         raise CheckpointError(f"{path}: no complete checkpoint here; give a run's folder or a step-N folder")
     return found.path
 
 
-def load_model(path: Path, seq_len: int | None = None):
-    """Decoder and tokenizer of a checkpoint, on this machine's device, in the dtype that the run computes in."""
+def load_model(path: Path, seq_len: int | None = None) -> tuple[Decoder, Tokenizer, Config]:
+    """The model of a checkpoint on this machine's device, its tokenizer and the config that it was trained with."""
     step = _checkpoint(path)
     config = load_config(["--job.config_file", str(step / loading.CONFIG)])
     tokenizer = load_tokenizer(
