@@ -83,8 +83,11 @@ def open_or_build(
     Every rank calls this; one builds, the others wait. `check` is called meanwhile; what it raises ends the waiting.
     Raises DataError, the same on every rank.
     """
-    if len(data.path) == 1 and is_store(data.path[0]):
-        return _open_ready(Path(data.path[0]), data, tokenizer)
+    ready = [path for path in data.path if is_store(path)]
+    if ready and len(data.path) > 1:
+        raise DataError(f"data.path: {ready[0]} is a token store, which can't be read together with other paths")
+    if ready:
+        return _open_ready(Path(ready[0]), data, tokenizer)
     cache = cache_folder or (Path(data.cache_folder).expanduser() if data.cache_folder else default_cache())
     source = open_source(data, cache_folder=cache)
     return build_store(
@@ -171,9 +174,8 @@ def make_store(
 
 def describe(report: dict[str, Any]) -> str:
     """A store's counts as one line for people."""
-    line = (
-        f"{report['documents']:,} documents, {report['tokens']:,} tokens ({report['tokens_per_document']} a document)"
-    )
+    line = f"{report['documents']:,} documents, {report['tokens']:,} tokens"
+    line += f" ({report['tokens_per_document']:,} a document, the longest {report['longest_document']:,})"
     left_out = [f"{report[what]:,} {what}" for what in COUNTED if report.get(what)]
     if left_out:
         line += f"; left out: {', '.join(left_out)}"
