@@ -142,10 +142,10 @@ lock() {
     flock -n 9 2> /dev/null && return
     if [ $? = 1 ]; then say "$waiting" && flock 9 && return; fi
   fi
-  until mkdir "$state/lock.d" 2> /dev/null; do
+  if ! mkdir "$state/lock.d" 2> /dev/null; then
     say "$waiting (if that start is dead, remove $state/lock.d)"
-    sleep 5
-  done
+    until mkdir "$state/lock.d" 2> /dev/null; do sleep 2; done
+  fi
   trap 'rmdir "$state/lock.d"' EXIT
 }
 

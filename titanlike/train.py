@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load(sys.argv[1:] if argv is None else argv)
     except TitanlikeError as error:
         if worker.rank() == 0:  # the others would say the same
-            say(str(error))
+            say(_in_words(error))
         return error.exit_code
     return run(config)
 
@@ -55,7 +55,7 @@ def run(config: Config) -> int:
     try:
         outcome = _train(config, folder)
     except TitanlikeError as error:
-        return _failed(folder, error.exit_code, str(error))
+        return _failed(folder, error.exit_code, _in_words(error))
     except Exception:
         return _failed(folder, status.FAULT, traceback.format_exc())
     code = EXIT_CODES[outcome]
@@ -83,10 +83,15 @@ def _train(config: Config, folder: Path) -> str:
 
         outcome = Trainer(config).run()
     except KeyboardInterrupt:
-        logger.info("stopped before the first step")
+        logger.info("stopped by a signal, not in a step (the last one was %d)", status.progress.step)
         return "stopped"
     _destroy_process_group()
     return outcome
+
+
+def _in_words(error: TitanlikeError) -> str:
+    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    return "\n".join(f"error: {problem}" for problem in problems)
 
 
 def _failed(folder: Path, code: int, text: str) -> int:
