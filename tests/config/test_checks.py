@@ -88,13 +88,14 @@ def test_unknown_family_and_flavor():
 
 
 def test_names_that_an_imported_module_may_know_are_left_to_it():
-    load_config(["--job.import=my.module", "--model.name=mine", "--optimizer.name=Mine", "--data.dataset=mine"])
+    argv = ["--job.import=my.module", "--model.name=mine", "--optimizer.name=Mine", "--data.dataset=mine"]
+    load_config(argv, imports=False)
 
 
 def test_sequences_fit_the_model():
-    (problem,) = problems("--model.flavor=8B", "--training.seq_len=16384")
+    (problem,) = problems("--model.flavor=3.0-8B", "--training.seq_len=16384")
     assert "training.seq_len = 16384: is longer than the 8192" in problem
-    load_config(["--model.flavor=8B", "--training.seq_len=16384", "--model.overrides.max_seq_len=16384"])
+    load_config(["--model.flavor=3.0-8B", "--training.seq_len=16384", "--model.overrides.max_seq_len=16384"])
 
 
 def test_pipeline_microbatches_divide_the_local_batch():

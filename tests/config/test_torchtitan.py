@@ -55,7 +55,7 @@ def test_old_names_on_the_command_line():
     assert config.quantize.linear.float8.filter_fqns == ["a", "b"]
     assert load_config(["--training.no-compile"]).compile.enable is False
     assert load_config(["--training.dataset_path", "/some/folder"]).data.path == ["/some/folder"]
-    assert load_config(["--experimental.custom_import", "my.module"]).job.imports == ["my.module"]
+    assert load_config(["--experimental.custom_import", "json"]).job.imports == ["json"]
 
 
 def test_an_old_name_overrides_a_new_one_of_an_earlier_layer(tmp_path):

@@ -13,11 +13,13 @@ import torch
 from titanlike import device as devices
 from titanlike.checkpoint import folders, loading
 from titanlike.config import Config, load_config
+from titanlike.config.imports import import_modules
+from titanlike.config.layers import Layer
 from titanlike.data.tokenizers import Tokenizer, load_tokenizer
 from titanlike.errors import CheckpointError, ConfigError, TitanlikeError
 from titanlike.models.decoder import Decoder
 from titanlike.models.initial import materialise
-from titanlike.models.spec import decoder_spec
+from titanlike.models.spec import DecoderSpec, decoder_spec
 from titanlike.rollout.sampling import Sampling, generate
 
 
@@ -31,6 +33,14 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=0, help="sample from this many likeliest tokens; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default 0)")
     parser.add_argument("--seq-len", type=int, help="longest text in tokens (default: as trained)")
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="module that registers the run's model family; one that only the checkpoint names is not imported",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
     arguments = parser.parse_args(argv)
     if arguments.max_new_tokens < 1 or arguments.temperature < 0 or not 0 < arguments.top_p <= 1 or arguments.top_k < 0:
@@ -49,18 +59,37 @@ def _checkpoint(path: Path) -> Path:
     return found.path
 
 
-def load_model(path: Path, seq_len: int | None = None) -> tuple[Decoder, Tokenizer, Config]:
-    """The model of a checkpoint on this machine's device, its tokenizer and the config that it was trained with."""
+def load_model(
+    path: Path, seq_len: int | None = None, imports: Sequence[str] = ()
+) -> tuple[Decoder, Tokenizer, Config]:
+    """The model of a checkpoint on this machine's device, its tokenizer and the config that it was trained with.
+
+    `imports` are the modules that may be imported first: those that the checkpoint names are a stranger's word.
+    """
     step = _checkpoint(path)
-    config = load_config(["--job.config_file", str(step / loading.CONFIG)])
+    config = load_config(["--job.config_file", str(step / loading.CONFIG)], imports=False)
+    spec = _spec(config, imports)
     tokenizer = load_tokenizer(
         config.model.hf_assets_path, bos_token=config.data.bos_token, eos_token=config.data.eos_token
     )
     with torch.device("meta"):
-        model = Decoder(decoder_spec(config), seq_len=seq_len or config.training.seq_len)
+        model = Decoder(spec, seq_len=seq_len or config.training.seq_len)
     materialise(model, devices.local_device(), None)
     loading.load(step, dict(model.named_parameters()), None)
     return model.eval(), tokenizer, config
+
+
+def _spec(config: Config, imports: Sequence[str]) -> DecoderSpec:
+    if problems := import_modules(list(imports), Layer()):
+        raise ConfigError(problems)
+    try:
+        return decoder_spec(config)
+    except ConfigError as error:
+        if left := [f"--import {name}" for name in config.job.imports if name not in imports]:
+            raise ConfigError(
+                [*error.problems, f"the run was trained with modules of its own: {' '.join(left)}"]
+            ) from None
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    model, tokenizer, config = load_model(arguments.path, arguments.seq_len)
+    model, tokenizer, config = load_model(arguments.path, arguments.seq_len, arguments.imports)
     texts = arguments.prompt or [sys.stdin.read()]
     add_bos = config.data.add_bos and tokenizer.bos_id is not None
     prompts = [tokenizer.encode(text, add_bos=add_bos, add_eos=False) for text in texts]
