@@ -26,21 +26,17 @@ from typing import Any
 from titanlike import train
 from titanlike.config import Config
 from titanlike.config.derive import batch_layout, degrees
-from titanlike.errors import ConfigError, TitanlikeError
+from titanlike.errors import ConfigError
 from titanlike.launch import signals, status
 from titanlike.launch.logging import say
 from titanlike.launch.options import Options, read_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    try:
-        options, rest = read_options(sys.argv[1:] if argv is None else argv)
-        config = train.load(rest)
-        _check_world(config, options)
-    except TitanlikeError as error:
-        say(str(error))
-        return error.exit_code
+    """Run the command line; returns the exit code. Raises ConfigError before anything is started."""
+    options, rest = read_options(sys.argv[1:] if argv is None else argv)
+    config = train.load(rest)
+    _check_world(config, options)
     if not options.elastic:
         return train.run(config)
     return _run_workers(config, options, rest)
