@@ -148,9 +148,9 @@ def _exit_code(
         return left.exit_code
     elif stopped and left is not None:
         problem = f"the workers did not end within checkpoint.grace_seconds = {grace:g} s and were killed"
-        say(problem)
     else:
         return status.STOPPED if stopped else status.DONE
+    say(problem)
     with suppress(OSError):
         status.write(folder, "failed", status.FAULT, problem)
     return status.FAULT
@@ -159,7 +159,7 @@ def _exit_code(
 def _name_the_killed(failures: Mapping[int, Any], folder: Path) -> None:
     """Say which workers died of a signal: they could not say anything themselves."""
     for rank, failure in failures.items():
-        if failure.exitcode < 0:
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # by which torch ends those that are left
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory, or killed from outside)" if name == "SIGKILL" else ""
             say(f"rank {rank} was ended by {name}{hint}; its log: {folder / 'logs' / f'rank-{rank}.log'}")
