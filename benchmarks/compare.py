@@ -95,10 +95,10 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for r in rows:
         kind = f"{r['dtype']} {'compiled' if r['compile'] else 'eager'}"
-        print(
-            f"| {kind} | {r['driver']} | {r['tokens_per_second']} | {r['ratio_step_seconds']} | {r['ratio_cpu_seconds']} "
-            f"| {r['peak_rss_mib']} | {r['loss_first']} → {r['loss_last']} |"
-        )
+        cells = [
+            r[k] for k in ("driver", "tokens_per_second", "ratio_step_seconds", "ratio_cpu_seconds", "peak_rss_mib")
+        ]
+        print(f"| {' | '.join(map(str, [kind, *cells]))} | {r['loss_first']} → {r['loss_last']} |")
 
 
 if __name__ == "__main__":

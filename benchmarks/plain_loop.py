@@ -41,9 +41,7 @@ class Block(nn.Module):
         rows, length, _ = x.shape
         heads = self.qkv(self.norm1(x)).view(rows, length, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([c.HEADS, c.KV_HEADS, c.KV_HEADS], 1)
-        a = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
+        a = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True)
         x = x + self.out(a.transpose(1, 2).reshape(rows, length, -1))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)

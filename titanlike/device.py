@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -66,12 +68,25 @@ def start_process_group(device: torch.device, timeout_seconds: int) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def set_timeout(seconds: int) -> None:
-    """Changes how long a collective of any group may take before the job is given up."""
-    from torch.distributed import distributed_c10d as c10d
+def record_collectives(entries: int, dump: Path) -> None:
+    """Has NCCL keep its last collectives and write them to `dump<rank>` on a timeout (0: not); before groups exist."""
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": entries,
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": entries,  # the name before torch 2.9
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": int(entries > 0),
+        "TORCH_FR_DUMP_TEMP_FILE": dump,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, str(value))
 
-    for group in list(c10d._world.pg_map):
-        c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+def set_timeout(seconds: int, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Changes how long a collective of these groups may take before the job is given up."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for group in groups:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def check_materialised(model: torch.nn.Module) -> None:

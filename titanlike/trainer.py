@@ -35,10 +35,12 @@ from titanlike.launch import worker
 from titanlike.launch.faults import fault
 from titanlike.launch.signals import StopFlag
 from titanlike.launch.status import progress
+from titanlike.models import kernels
 from titanlike.models.decoder import Decoder
 from titanlike.models.initial import initial_values, materialise
 from titanlike.objectives.base import Objective, objectives
 from titanlike.observe.flops import flops_per_token
+from titanlike.observe.memory import peak_memory
 from titanlike.observe.metrics import Metrics
 from titanlike.observe.profiler import profiling
 from titanlike.optim.clip import clip_gradients
@@ -123,6 +125,14 @@ def mean_loss(loss_sum: torch.Tensor, weight: float) -> float | None:
     return loss_sum.item() / weight if weight else None
 
 
+def worst(figures: dict[str, float | None]) -> dict[str, float | None]:
+    """The largest of each figure over all ranks; None stays None."""
+    known = [name for name, value in figures.items() if value is not None]
+    largest = torch.tensor([figures[name] for name in known], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return {**figures, **dict(zip(known, largest.tolist(), strict=True))}
+
+
 class Trainer:
     """A run from its config: builds everything, goes on where a checkpoint left off, trains to the end."""
 
@@ -142,10 +152,13 @@ class Trainer:
         if config.debug.deterministic:
             devices.make_deterministic(config.debug.deterministic_warn_only)
         self.device = devices.local_device()
+        kernels.check(config.model.attention, self.device, DTYPES[config.training.mixed_precision_param])
+        traces = self.folder / config.comm.save_traces_folder
+        devices.record_collectives(config.comm.trace_buf_size, traces / config.comm.save_traces_file_prefix)
         devices.start_process_group(self.device, config.comm.init_timeout_seconds)
         self.mesh = build_mesh(layout, self.device.type)
         self.objective = objectives.get(config.job.recipe, "job.recipe")()
-        self.model = build_model(config, self.mesh, self.device)
+        self.model = build_model(config, self.mesh)
         self.checkpoints = CheckpointManager(
             config.checkpoint,
             self.folder / config.checkpoint.folder,
@@ -191,8 +204,7 @@ class Trainer:
     def _metrics(self, found: Found | None) -> Metrics:
         config, counters, layout = self.config, self.counters, self.mesh.layout
         if worker.rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(dump_toml(config))
+            self._write_config()
         metrics = Metrics(
             config,
             self.folder,
@@ -223,6 +235,15 @@ class Trainer:
             checkpoint=str(found.path) if found else None,
         )
         return metrics
+
+    def _write_config(self) -> None:
+        job = self.config.job
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.toml").write_text(dump_toml(self.config))
+        if job.save_config_file:
+            (self.folder / job.save_config_file).write_text(self.config.model_dump_json(indent=2, by_alias=True))
+        if job.print_config:
+            logger.info("the resolved config:\n%s", dump_toml(self.config))
 
     def _data_summary(self) -> str:
         plan, store = self.data.plan, self.data.store
@@ -264,7 +285,7 @@ class Trainer:
                 self._collect_garbage(step)
                 profiler.step()
                 if step == first:
-                    devices.set_timeout(config.comm.train_timeout_seconds)
+                    devices.set_timeout(config.comm.train_timeout_seconds, self.mesh.groups())
                 if totals.stop:
                     outcome = "stopped"
                     break
@@ -313,7 +334,8 @@ class Trainer:
                 row["validation_loss"] = self.validate(step)
         if row is not None:
             counts = {"tokens": self.counters.tokens, "trained_tokens": self.counters.trained_tokens}
-            self.metrics.log(step, {**row, **counts, "epoch": batch.epoch})
+            memory = worst(peak_memory(self.device.type))
+            self.metrics.log(step, {**row, **counts, **memory, "epoch": batch.epoch})
 
     def _validates(self, step: int) -> bool:
         return step in (1, self.config.training.steps) or step % self.config.validation.freq == 0

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 TINY: dict[str, dict[str, Any]] = {
-    "model": {
-        "overrides": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 64}
-    },
+    "model": {"overrides": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 64}},
     "training": {
         "seq_len": 32,
         "local_batch_size": 2,

@@ -34,9 +34,13 @@ def test_same_layout_is_bit_equal(pool, tiny, whole, tmp_path):
     assert consumed(tmp_path) == consumed(whole)
     kinds = [event["kind"] for event in lines(tmp_path / "events.jsonl")]
     assert kinds.count("start") == 1 and kinds.count("restart") == 3 and kinds.count("stop") == 4
-    counters = [(row["tokens"], row["trained_tokens"], row["learning_rate"], row["epoch"]) for row in lines(tmp_path / "metrics.jsonl")]
+    counters = [
+        (row["tokens"], row["trained_tokens"], row["learning_rate"], row["epoch"])
+        for row in lines(tmp_path / "metrics.jsonl")
+    ]
     assert counters == [
-        (row["tokens"], row["trained_tokens"], row["learning_rate"], row["epoch"]) for row in lines(whole / "metrics.jsonl")
+        (row["tokens"], row["trained_tokens"], row["learning_rate"], row["epoch"])
+        for row in lines(whole / "metrics.jsonl")
     ]
 
 

@@ -12,7 +12,15 @@ from titanlike.models.initial import initial_values, materialise
 from titanlike.models.spec import DecoderSpec, RopeScaling
 
 TINY = DecoderSpec(
-    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=320, max_seq_len=64, rope_theta=1e4
+    dim=64,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    ffn_dim=128,
+    vocab_size=320,
+    max_seq_len=64,
+    rope_theta=1e4,
 )
 
 

@@ -12,7 +12,13 @@ def _whole(shape, name="layers.0.attention.wq.weight", seed=0):
 
 def test_any_box_of_a_parameter_is_cut_from_the_same_whole():
     whole = _whole((37, 53))
-    for start, size in [((0, 0), (37, 1)), ((5, 0), (13, 53)), ((36, 0), (1, 53)), ((0, 17), (37, 19)), ((9, 50), (7, 3))]:
+    for start, size in [
+        ((0, 0), (37, 1)),
+        ((5, 0), (13, 53)),
+        ((36, 0), (1, 53)),
+        ((0, 17), (37, 19)),
+        ((9, 50), (7, 3)),
+    ]:
         box = normal(Shard("layers.0.attention.wq.weight", whole.shape, start, torch.empty(size)), 1.0, 0)
         assert torch.equal(box, whole[start[0] : start[0] + size[0], start[1] : start[1] + size[1]])
 

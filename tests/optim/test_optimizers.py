@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from titanlike.errors import ConfigError
-from titanlike.models.spec import decoder_spec
 from titanlike.models.decoder import Decoder
 from titanlike.models.initial import initial_values, materialise
+from titanlike.models.spec import decoder_spec
 from titanlike.optim.optimizers import build_optimizer, optimizer_tensors, parameter_groups
 
 
@@ -42,7 +42,7 @@ def test_groups_by_pattern(model, make_config):
     assert rates["layers.1.attention.wq.weight"] == 1e-4, "the first match wins"
     assert rates["layers.0.attention.wq.weight"] == 4e-4
     assert rates["layers.0.feed_forward.w1.weight"] == 8e-4
-    with pytest.raises(ConfigError, match="optimizer.param_groups.*'nothing'"):
+    with pytest.raises(ConfigError, match=r"optimizer\.param_groups.*'nothing'"):
         parameter_groups(model, make_config(optimizer={"param_groups": [{"pattern": "nothing", "lr": 1.0}]}))
 
 

@@ -34,8 +34,8 @@ def test_properties(total, warmup, ratio, curve, minimum, make_config):
         assert peak == 1, "the peak is reached exactly"
     top = rates.index(peak)
     climb = rates[: top + 1]
-    assert all(abs(b - a - climb[0]) < 1e-12 for a, b in zip(climb, climb[1:], strict=False) if a < peak)
-    assert all(a >= b for a, b in zip(rates[top:], rates[top + 1 :], strict=False)), "never up again"
+    assert all(abs(b - a - climb[0]) < 1e-12 for a, b in itertools.pairwise(climb) if a < peak)
+    assert all(a >= b for a, b in itertools.pairwise(rates[top:])), "never up again"
     assert min(rates[top:]) >= minimum
     assert schedule.factor(total + 5) >= minimum
 

@@ -67,7 +67,7 @@ def train(rank: int, world: int, *, config: dict[str, Any], steps: int, masks: s
     """`steps` steps of the product on this rank; losses, norms, first gradients and last weights, gathered."""
     settings = Config.model_validate(config)
     layout = batch_layout(settings, world)
-    model = build_model(settings, build_mesh(layout, "cpu"), torch.device("cpu"))
+    model = build_model(settings, build_mesh(layout, "cpu"))
     materialise(model, "cpu", initial_values(model, 0))
     initial = gathered(model, lambda p: p)
     optimizer, schedule = build_optimizer(model, settings), Schedule.of(settings)
@@ -107,7 +107,7 @@ def gathered(model, what) -> dict[str, torch.Tensor]:
 
 
 def plain(config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, Any]:
-    """One process, one big batch, full logits, torch's own loss, clipping and optimizer: what every layout must equal."""
+    """One process, one big batch, full logits, torch's own loss, clipping, optimizer: what every layout must equal."""
     settings = Config.model_validate(config)
     spec = decoder_spec(settings)
     with torch.device("meta"):

@@ -30,7 +30,7 @@ def _without_cache(model, prompt, n):
 
 
 def test_cache_changes_nothing(model):
-    """Greedy text equals that of running the whole row anew for each token, for prompts of different lengths at once."""
+    """Greedy text equals that of running the whole row anew for each token; prompts of different lengths at once."""
     prompts = [[1, 2, 3], [7], [4, 9, 2, 30, 11, 8]]
     answers = generate(model, prompts, Sampling(max_new_tokens=12, temperature=0))
     assert answers == [_without_cache(model, p, 12) for p in prompts]

@@ -34,6 +34,9 @@ BUILT: dict[str, tuple[object, ...]] = {
     "job.recipe": ("pretrain",),
     "model.attention": ("auto", "sdpa", "math", "varlen"),
     "optimizer.name": ("AdamW", "Adam", "SGD"),
+    "model.overrides.dropout": (None, 0.0),
+    # The learning rate is a function of the step: it has no state that could be left out.
+    "checkpoint.exclude_from_loading": ("model", "optimizer", "dataloader", "train_state"),
     "activation_checkpoint.mode": ("none", "full", "selective"),
     "compile.components": ("model", "loss"),
     "parallelism.pipeline_parallel_degree": (1,),
@@ -49,6 +52,7 @@ DEFAULT_ONLY = (
     "model.converters",
     "model.freeze",
     "loss.z_loss",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
     "data.sources",
     "data.stages",
     "data.stream",

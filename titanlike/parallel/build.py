@@ -7,21 +7,23 @@ Nothing has memory yet when this is done: `models.initial.materialise` gives eac
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from titanlike.config import Config
 from titanlike.converters.activation_checkpoint import apply_activation_checkpointing
 from titanlike.converters.compile import apply_compile
-from titanlike.models import kernels
 from titanlike.models.decoder import Decoder
 from titanlike.models.spec import decoder_spec
 from titanlike.parallel.fully_shard import DTYPES, shard_model
 from titanlike.parallel.mesh import Mesh
 
+logger = logging.getLogger("titanlike")
 
-def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
-    """The sharded model on the meta device. Raises ConfigError for what the device can't do."""
-    kernels.check(config.model.attention, device, DTYPES[config.training.mixed_precision_param])
+
+def build_model(config: Config, mesh: Mesh) -> Decoder:
+    """The sharded model on the meta device."""
     with torch.device("meta"):
         model = Decoder(
             decoder_spec(config),
@@ -34,4 +36,6 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
     apply_activation_checkpointing(model, config)
     apply_compile(model, config)
     shard_model(model, mesh.shards, config)
+    if config.model.print_after_conversion:
+        logger.info("%s", model)
     return model

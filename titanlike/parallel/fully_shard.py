@@ -30,7 +30,9 @@ def precision_policy(config: Config) -> MixedPrecisionPolicy:
 def shard_model(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
     """Shards each block, the embedding, and norm + head as groups of their own; in place, on the meta device too."""
     policy = precision_policy(config)
-    reshard = _reshard_after_forward(config, mesh)
+    policy_name = config.parallelism.fsdp_reshard_after_forward
+    # With one shard there is nothing to give back between forward and backward.
+    reshard = mesh["shard"].size() > 1 and policy_name != "never"
     options = {"mesh": mesh, "mp_policy": policy}
     # A tied weight is used by the embedding and by the head: it stays in the root's group, gathered from start to end.
     if not model.spec.tied_head:
@@ -39,16 +41,9 @@ def shard_model(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
         fully_shard(block, **options, reshard_after_forward=reshard)
     if not model.spec.tied_head:
         # The backward starts here at once, so giving the weights back first would only gather them again.
-        fully_shard([model.norm, model.output], **options, reshard_after_forward=False)
+        fully_shard([model.norm, model.output], **options, reshard_after_forward=reshard and policy_name == "always")
     fully_shard(model, **options, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-
-
-def _reshard_after_forward(config: Config, mesh: DeviceMesh) -> bool:
-    """Whether weights are given back between forward and backward; with one shard there is nothing to give back."""
-    if mesh["shard"].size() == 1:
-        return False
-    return config.parallelism.fsdp_reshard_after_forward != "never"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlike.config.derive import BatchLayout
@@ -21,6 +22,10 @@ class Mesh:
 
     layout: BatchLayout
     shards: DeviceMesh
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group that training's collectives run on."""
+        return [dist.group.WORLD, *self.shards.get_all_groups()]
 
 
 def build_mesh(layout: BatchLayout, device_type: str) -> Mesh:
