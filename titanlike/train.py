@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from titanlike.config import Config, load_config
+from titanlike.config.derive import degree_problem
 from titanlike.config.refused import refuse_unbuilt
 from titanlike.errors import ConfigError, TitanlikeError
 from titanlike.launch import signals, status, worker
@@ -39,10 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(config)
 
 
-def load(argv: Sequence[str]) -> Config:
-    """The config of a command line, if it is right and everything that it asks for is built; else ConfigError."""
+def load(argv: Sequence[str], world: int | None = None) -> Config:
+    """The config of a command line, if it is right, fits `world` processes (those of this job) and all that it asks
+    for is built; else ConfigError.
+    """
     config = load_config(argv)
-    if problems := refuse_unbuilt(config):
+    problems = refuse_unbuilt(config)
+    if misfit := degree_problem(config, worker.world_size() if world is None else world):
+        problems.append(misfit)
+    if problems:
         raise ConfigError(problems)
     read_faults()
     shown_ranks()
@@ -55,12 +61,14 @@ def run(config: Config) -> int:
     try:
         outcome = _train(config, folder)
     except TitanlikeError as error:
-        return _failed(folder, error.exit_code, _in_words(error))
-    except Exception:
-        return _failed(folder, status.FAULT, traceback.format_exc())
+        return _failed(folder, error.exit_code, _in_words(error), worker.rank())
+    except Exception as error:
+        # Some failures reach every rank at the same moment: they say whose they are.
+        return _failed(folder, status.FAULT, traceback.format_exc(), getattr(error, "failed_rank", worker.rank()))
     code = EXIT_CODES[outcome]
     if worker.local_rank() == 0:  # of every node: their disks need not be the same
         status.write(folder, outcome, code)
+    signals.install(signal.SIG_IGN)  # the interpreter's own way out takes a while, and a late signal must not spoil it
     return 0 if worker.under_torchrun() else code
 
 
@@ -78,10 +86,10 @@ def _train(config: Config, folder: Path) -> str:
             logger.info("started again after a failure or a change of nodes (%d)", worker.restarts())
     try:
         # Until the trainer has its stop flag there is nothing to save, and a signal ends the start at once.
-        signals.install(signal.default_int_handler)
-        from titanlike.trainer import Trainer
+        with signals.interruptible(over=lambda: status.progress.step > 0):
+            from titanlike.trainer import Trainer
 
-        outcome = Trainer(config).run()
+            outcome = Trainer(config).run()
     except KeyboardInterrupt:
         logger.info("stopped by a signal, not in a step (the last one was %d)", status.progress.step)
         return "stopped"
@@ -94,20 +102,20 @@ def _in_words(error: TitanlikeError) -> str:
     return "\n".join(f"error: {problem}" for problem in problems)
 
 
-def _failed(folder: Path, code: int, text: str) -> int:
-    """Report an error, in full if this rank is the first: the others mostly fail because that one is gone."""
+def _failed(folder: Path, code: int, text: str, rank: int) -> int:
+    """Report an error of `rank`, in full if this is the first: the others mostly fail because that one is gone."""
     first = True
     with suppress(OSError):  # a full disk must not hide the error
-        first = status.write(folder, "failed", code, text)
+        first = status.write(folder, "failed", code, text, rank)
     step = status.progress.step
-    where = f"rank {worker.rank()} failed " + (f"at step {step}" if step else "before its first step")
+    when = f"at step {step}" if step else "before its first step"
     if code != status.FAULT:
         if first:
             say(text)
     elif first:
-        say(f"{where}:\n{text}")
+        say(f"rank {rank} failed {when}:\n{text}")
     else:
-        say(f"{where} too: {text.splitlines()[-1][:200]}")
+        say(f"rank {worker.rank()} failed {when} too: {text.splitlines()[-1][:200]}")
     return code
 
 

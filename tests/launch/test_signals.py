@@ -69,3 +69,28 @@ def test_a_blocked_rank_ends_if_another_has_failed(failed):
         print("came back", stop.raised)
     """)
     assert (done.returncode, done.stdout) == ((1, "") if failed else (0, "came back True\n"))
+
+
+def test_the_start_is_interrupted_and_nothing_after_it():
+    """A late signal, to a rank that reports its failure or leaves, is no failure of its own."""
+    done = python("""
+        begun = False
+        try:
+            with interruptible(over=lambda: begun):
+                os.kill(os.getpid(), signal.SIGTERM)
+                print("not reached")
+        except KeyboardInterrupt:
+            print("interrupted")
+        try:
+            with interruptible(over=lambda: begun):
+                begun = True
+                os.kill(os.getpid(), signal.SIGTERM)
+                with StopFlag() as stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    print(stop.raised)
+                raise ValueError
+        except ValueError:
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("reported")
+    """)
+    assert (done.returncode, done.stdout.split()) == (0, ["interrupted", "True", "reported"])

@@ -326,9 +326,13 @@ def saved_dtype(metadata: Metadata, name: str) -> torch.dtype | None:
 
 
 def explain(error: CheckpointException, doing: str, disk: Path) -> BaseException:
-    """DCP's bundle of failures as one: the disk's as a CheckpointError with its free space, ours as they are."""
+    """DCP's bundle of failures as one: the disk's as a CheckpointError with its free space, ours as they are.
+
+    All ranks get the same one; its `failed_rank` says whose it is.
+    """
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     if not isinstance(cause, OSError):
+        cause.failed_rank = rank  # type: ignore[attr-defined]
         return cause
     others = f" (and on {len(error.failures) - 1} more ranks)" if len(error.failures) > 1 else ""
     return CheckpointError(f"{doing} failed on rank {rank}{others}: {cause}; {free_space(disk)}")

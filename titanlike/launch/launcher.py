@@ -35,7 +35,7 @@ from titanlike.launch.options import Options, read_options
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Raises ConfigError before anything is started."""
     options, rest = read_options(sys.argv[1:] if argv is None else argv)
-    config = train.load(rest)
+    config = train.load(rest, options.world)
     _check_world(config, options)
     if not options.elastic:
         return train.run(config)

@@ -12,7 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,31 @@ def install(handler: Any) -> dict[signal.Signals, Any]:
     for number in previous:
         signal.signal(number, handler)
     return previous
+
+
+@contextmanager
+def interruptible(over: Callable[[], bool]) -> Iterator[None]:
+    """Stop signals raise KeyboardInterrupt inside until `over()` is true; from then on, and afterwards, they do nothing.
+
+    A rank that reports a failure, or that leaves, is often told to stop as well: an exception of its own would then
+    hide what it has to say, or turn a clean end into a failure.
+    """
+    left = False
+    interrupts = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
+        if interrupts >= FORCING_INTERRUPTS:
+            os._exit(1)
+        if not left and not over():
+            raise KeyboardInterrupt
+
+    install(handle)
+    try:
+        yield
+    finally:
+        left = True
 
 
 def end_with_the_job(has_failed: Callable[[], bool], patience: float = 5.0) -> None:

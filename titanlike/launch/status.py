@@ -1,7 +1,7 @@
 """status.json: how the last start of a run ended, for the launcher and for scripts.
 
     {"state": "running" | "done" | "data_ended" | "stopped" | "failed", "exit_code": 0 … 75 or null while running,
-     "step": last step begun, "rank": who wrote it, "message": one line or more, "time": Unix seconds}
+     "step": last step begun, "rank": whose it is, "message": one line or more, "time": Unix seconds}
 
 torchrun turns every worker's exit code into 1, so the exit code travels in this file. All ranks may write it: it is
 replaced atomically, and the *first* failure stays, since the later ones only tell that the first one's rank is gone.
@@ -59,14 +59,19 @@ def has_failed(folder: str | Path) -> bool:
     return status is not None and status.state == "failed"
 
 
-def write(folder: str | Path, state: str, exit_code: int | None = None, message: str = "") -> bool:
-    """Record a state of this process; False if a failure stands there, which only a new "running" replaces."""
+def write(
+    folder: str | Path, state: str, exit_code: int | None = None, message: str = "", rank: int | None = None
+) -> bool:
+    """Record a state of this process; False if a failure stands there, which only a new "running" replaces.
+
+    `rank`: whose failure it is, where a rank tells of another's.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         if state != "running" and has_failed(folder):
             return False
-        status = Status(state, exit_code, progress.step, worker.rank(), message)
+        status = Status(state, exit_code, progress.step, worker.rank() if rank is None else rank, message)
         draft = folder / f".{FILE}.{os.getpid()}"
         draft.write_text(json.dumps(asdict(status)) + "\n")
         draft.replace(folder / FILE)
