@@ -36,7 +36,7 @@ def install(handler: Any) -> dict[signal.Signals, Any]:
 
 @contextmanager
 def interruptible(over: Callable[[], bool]) -> Iterator[None]:
-    """Stop signals raise KeyboardInterrupt inside until `over()` is true; from then on, and afterwards, they do nothing.
+    """Stop signals raise KeyboardInterrupt inside until `over()` is true; then, and afterwards, they do nothing.
 
     A rank that reports a failure, or that leaves, is often told to stop as well: an exception of its own would then
     hide what it has to say, or turn a clean end into a failure.
