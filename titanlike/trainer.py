@@ -166,9 +166,10 @@ class Trainer:
             topology=asdict(self.mesh.layout) | {"world": dist.get_world_size()},
         )
         self.counters = Counters()
-        self.schedule = Schedule.of(config)
         found = self.checkpoints.find(config.checkpoint.load_step) if config.checkpoint.enable else None
         self._give_values(found)
+        self.last_step = self._last_step()
+        self.schedule = Schedule.of(config, self.last_step)
         self.metrics = self._metrics(found)
         self.consumed = None
         if config.data.log_consumed and worker.rank() == 0:
@@ -201,6 +202,12 @@ class Trainer:
         """All that a checkpoint holds, by name: weights at the root, as TorchTitan's, and the optimizer's state."""
         return {**dict(self.model.named_parameters()), **optimizer_tensors(self.optimizer)}
 
+    def _last_step(self) -> int:
+        """training.steps, or the step at which the data ends if that comes first: the schedule ends there too."""
+        left = self.data.plan.steps(self.data.loader.position)
+        steps = self.config.training.steps
+        return steps if left is None else min(steps, self.counters.step + left)
+
     def _metrics(self, found: Found | None) -> Metrics:
         config, counters, layout = self.config, self.counters, self.mesh.layout
         if worker.rank() == 0:
@@ -213,6 +220,7 @@ class Trainer:
             world_size=dist.get_world_size(),
             flops_per_token=flops_per_token(self.model.spec, config.training.seq_len),
             device=self.device,
+            last_step=self.last_step,
         )
         metrics.banner(
             {
@@ -259,7 +267,7 @@ class Trainer:
         config, counters = self.config, self.counters
         self._prepare_process()
         first = counters.step + 1
-        outcome: Outcome = "done"
+        outcome: Outcome = "done" if self.last_step == config.training.steps else "data_ended"
         with (
             StopFlag() as stop,
             profiling(
@@ -271,12 +279,9 @@ class Trainer:
             ) as profiler,
         ):
             self.metrics.meter.start(counters.step, counters.tokens)
-            while counters.step < config.training.steps:
+            while counters.step < self.last_step:
                 step = progress.step = counters.step + 1
                 batch = self._next_batch(step)
-                if batch is None:
-                    outcome = "data_ended"
-                    break
                 totals = add_up(self.objective, batch.microbatches, stop.raised)
                 row = self._train_step(step, batch, totals)
                 self._count(step, totals)
@@ -300,10 +305,12 @@ class Trainer:
         torch.autograd.set_detect_anomaly(self.config.debug.detect_anomaly)
         self.model.train()
 
-    def _next_batch(self, step: int) -> StepBatch | None:
+    def _next_batch(self, step: int) -> StepBatch:
         with self.metrics.meter.waiting_for_data():
             fault("data", step)
-            return self.data.loader.next_step()
+            batch = self.data.loader.next_step()
+        assert batch is not None, "the data ends after the last step"
+        return batch
 
     def _train_step(self, step: int, batch: StepBatch, totals: Totals) -> dict[str, Any] | None:
         """One update. Returns what the step's row says of it, or None where no row is due."""
@@ -338,7 +345,7 @@ class Trainer:
             self.metrics.log(step, {**row, **counts, **memory, "epoch": batch.epoch})
 
     def _validates(self, step: int) -> bool:
-        return step in (1, self.config.training.steps) or step % self.config.validation.freq == 0
+        return step in (1, self.last_step) or step % self.config.validation.freq == 0
 
     @torch.no_grad()
     def validate(self, step: int) -> float | None:

@@ -60,9 +60,11 @@ class Metrics:
         world_size: int = 1,
         flops_per_token: int | None = None,
         device: torch.device | None = None,
+        last_step: int | None = None,
     ):
         check_installed(config.metrics)
         self._config = config
+        self._last_step = last_step or config.training.steps
         self._device_type = device.type if device is not None else "cpu"
         self._console: Spared[ConsoleSink] | None = None
         self._events: JsonLines | None = None
@@ -89,7 +91,7 @@ class Metrics:
         """Whether `step` is to be logged: the first, the last, every `log_freq`-th and those with a validation."""
         validation = self._config.validation
         return (
-            step in (1, self._config.training.steps)
+            step in (1, self._last_step)
             or step % self._config.metrics.log_freq == 0
             or (validation.enable and step % validation.freq == 0)
         )
@@ -127,7 +129,7 @@ class Metrics:
     def _make_console(self) -> ConsoleSink:
         from titanlike.observe.console import ConsoleSink
 
-        last = self._config.training.steps
+        last = self._last_step
         return ConsoleSink(
             last_step=last,
             plain=self._config.metrics.disable_color_printing,

@@ -34,9 +34,10 @@ class Schedule:
     minimum: float
 
     @staticmethod
-    def of(config: Config) -> Schedule:
+    def of(config: Config, last_step: int | None = None) -> Schedule:
+        """The schedule of `[lr_scheduler]`; `last_step` where the run ends before training.steps, as the data does."""
         settings = config.lr_scheduler
-        total = settings.total_steps or config.training.steps
+        total = settings.total_steps or last_step or config.training.steps
         warmup = min(settings.warmup_steps, total)
         share = settings.decay_ratio
         decay = total - warmup if share is None else min(round(total * share), total - warmup)
