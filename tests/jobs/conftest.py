@@ -30,7 +30,7 @@ def documents(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny(documents, tmp_path_factory):
     """tiny(folder, section={key: value}) → the config of a run that takes seconds, as a nested dict."""
     cache = tmp_path_factory.getbasetemp() / "stores"
@@ -44,3 +44,28 @@ def tiny(documents, tmp_path_factory):
         return config
 
     return make
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch(config, *argv, NGPU="2", …) → a Job: `./run_train.sh` with that config; keywords: environment."""
+    from tests.jobs.processes import start
+
+    jobs = []
+
+    def launch(config: dict[str, Any], *argv: str, **environment: str):
+        jobs.append(start(config, tmp_path / f"job-{len(jobs)}", *argv, **environment))
+        return jobs[-1]
+
+    yield launch
+    for job in jobs:
+        job.end()
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Starts processes that train without paying for their imports."""
+    from tests.jobs.forks import Forks
+
+    with Forks() as forks:
+        yield forks
