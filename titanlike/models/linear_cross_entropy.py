@@ -32,15 +32,8 @@ def chunk_rows(wanted: int, weight: torch.Tensor) -> int:
     return max(64, budget // (4 * weight.shape[0]))
 
 
-def _log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the labels [n] and softmax probabilities [n, vocab], float32."""
-    logits = (hidden @ weight.t()).float()
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    chosen = logits.gather(1, labels[:, None]) - normaliser
-    return chosen.squeeze(1), logits.sub_(normaliser).exp_()
-
-
 def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of the labels [n], float32."""
     logits = (hidden @ weight.t()).float()
     return (logits.gather(1, labels[:, None]) - logits.logsumexp(-1, keepdim=True)).squeeze(1)
 
@@ -49,11 +42,15 @@ def _gradient_chunk(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, upstream: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities [n], and the logits' gradient [n, vocab] in hidden's dtype: (onehot − softmax) · upstream."""
-    chosen, grad = _log_probs(hidden, weight, labels)
-    grad.neg_().scatter_add_(1, labels[:, None], torch.ones_like(chosen)[:, None])
-    if upstream is not None:
-        grad.mul_(upstream[:, None])
-    return chosen, grad.to(hidden.dtype)
+    logits = (hidden @ weight.t()).float()
+    highest = logits.amax(-1, keepdim=True)
+    wanted = logits.gather(1, labels[:, None]) - highest
+    # In place and with one factor for all: every pass over [n, vocab] that is saved shows.
+    grad = logits.sub_(highest).exp_()
+    total = grad.sum(-1, keepdim=True)
+    upstream = torch.ones_like(total) if upstream is None else upstream[:, None]
+    grad.mul_(-upstream / total).scatter_add_(1, labels[:, None], upstream)
+    return (wanted - total.log()).squeeze(1), grad.to(hidden.dtype)
 
 
 @cache
@@ -71,6 +68,7 @@ def _accumulate(total: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Te
 
 def _gradients(hidden, weight, labels, upstream, rows, gradient_chunk):
     """Log-probabilities [n], gradient of hidden [n, dim] and of weight (float32), chunk by chunk."""
+    hidden, weight = hidden.detach(), weight.detach()
     chosen = hidden.new_empty(labels.shape, dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros(
@@ -125,6 +123,7 @@ class _LogProbs(torch.autograd.Function):
 
 def _forward_only(hidden, weight, labels, rows, backend):
     chunk = _compiled(_forward_chunk, backend) if backend else _forward_chunk
+    hidden, weight = hidden.detach(), weight.detach()
     chosen = hidden.new_empty(labels.shape, dtype=torch.float32)
     for a in range(0, len(labels), rows):
         chosen[a : a + rows] = chunk(hidden[a : a + rows], weight, labels[a : a + rows])
