@@ -65,11 +65,23 @@ def run(config: Config) -> int:
     except Exception as error:
         # Some failures reach every rank at the same moment: they say whose they are.
         return _failed(folder, status.FAULT, traceback.format_exc(), getattr(error, "failed_rank", worker.rank()))
-    code = EXIT_CODES[outcome]
-    if worker.local_rank() == 0:  # of every node: their disks need not be the same
-        status.write(folder, outcome, code)
+    _leave_status(folder, outcome)
     signals.install(signal.SIG_IGN)  # the interpreter's own way out takes a while, and a late signal must not spoil it
-    return 0 if worker.under_torchrun() else code
+    return 0 if worker.under_torchrun() else EXIT_CODES[outcome]
+
+
+def _leave_status(folder: Path, outcome: str) -> None:
+    if worker.local_rank() == 0:  # of every node: their disks need not be the same
+        status.write(folder, outcome, EXIT_CODES[outcome])
+
+
+def _give_up_the_start(folder: Path) -> None:
+    _leave_status(folder, "stopped")
+    _kill_children()
+
+
+def _has_begun() -> bool:
+    return status.progress.step > 0
 
 
 def _train(config: Config, folder: Path) -> str:
@@ -81,12 +93,12 @@ def _train(config: Config, folder: Path) -> str:
         raise ConfigError(f"job.dump_folder = {str(folder)!r}: can't be written to ({error.strerror})") from error
     if worker.under_torchrun():
         worker.die_with_parent()
-        signals.end_with_the_job(partial(status.has_failed, folder))
+        signals.end_with_the_job(partial(status.has_failed, folder), _has_begun, partial(_give_up_the_start, folder))
         if worker.restarts() > 0:
             logger.info("started again after a failure or a change of nodes (%d)", worker.restarts())
     try:
         # Until the trainer has its stop flag there is nothing to save, and a signal ends the start at once.
-        with signals.interruptible(over=lambda: status.progress.step > 0):
+        with signals.interruptible(over=_has_begun):
             from titanlike.trainer import Trainer
 
             outcome = Trainer(config).run()
@@ -134,10 +146,14 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if _process_group_is_there():
-        for child in multiprocessing.active_children():
-            child.kill()
+        _kill_children()
         os._exit(code)
     sys.exit(code)
+
+
+def _kill_children() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 if __name__ == "__main__":

@@ -278,6 +278,7 @@ class Trainer:
                 resume_step=counters.step,
             ) as profiler,
         ):
+            progress.step = counters.step
             self.metrics.meter.start(counters.step, counters.tokens)
             while counters.step < self.last_step:
                 step = progress.step = counters.step + 1

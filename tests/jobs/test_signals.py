@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import time
 
 import pytest
 
@@ -53,6 +54,26 @@ def test_every_way_a_signal_can_come(pool, tiny, launch, tmp_path):
     kinds = [event["kind"] for event in lines(tmp_path / "run" / "events.jsonl")]
     assert "replayed" not in kinds, "nothing was done twice"
     assert (kinds.count("restart"), kinds.count("stop")) == (len(ways), len(ways) + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_signal_while_the_ranks_meet(tiny, launch, tmp_path):
+    """Rank 0 waits in C code for a rank that is slow to come: the start ends all the same, long before the grace."""
+    job = launch(tiny(tmp_path / "run", training={"steps": 100_000}), NGPU="2")
+    job.wait_until(lambda: 1 in job.workers())
+    late = job.workers()[1]
+    os.kill(late, signal.SIGSTOP)
+    job.wait_until(lambda: "data:" in job.out)
+    time.sleep(10)
+    os.kill(job.process.pid, signal.SIGTERM)
+    sent = time.monotonic()
+    time.sleep(0.2)
+    os.kill(late, signal.SIGCONT)
+    assert job.wait() == 75, job.err
+    assert time.monotonic() - sent < 30, "the grace is 120 s"
+    assert (job.status.state, job.status.exit_code) == ("stopped", 75)
+    assert not job.members()
 
 
 @pytest.mark.slow

@@ -56,19 +56,22 @@ def test_the_third_interrupt_ends_the_process():
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("failed", [True, False])
-def test_a_blocked_rank_ends_if_another_has_failed(failed):
+@pytest.mark.parametrize(
+    ("failed", "begun", "code", "output"),
+    [(True, True, 1, ""), (True, False, 1, ""), (False, False, 0, "stopped\n"), (False, True, 0, "came back True\n")],
+)
+def test_a_blocked_rank_ends_if_another_has_failed_or_nothing_has_begun(failed, begun, code, output):
     done = python(f"""
         import ctypes, threading
-        end_with_the_job(lambda: {failed}, patience=0.2)
+        end_with_the_job(lambda: {failed}, lambda: {begun}, lambda: print("stopped", flush=True), patience=0.2)
         stop = StopFlag()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         # As inside a collective: the signal lands in another thread, this one's C code knows nothing of it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}})
-        ctypes.CDLL(None).sleep(3)
+        ctypes.CDLL(None).sleep(2)
         print("came back", stop.raised)
     """)
-    assert (done.returncode, done.stdout) == ((1, "") if failed else (0, "came back True\n"))
+    assert (done.returncode, done.stdout) == (code, output)
 
 
 def test_the_start_is_interrupted_and_nothing_after_it():

@@ -59,11 +59,14 @@ def interruptible(over: Callable[[], bool]) -> Iterator[None]:
         left = True
 
 
-def end_with_the_job(has_failed: Callable[[], bool], patience: float = 5.0) -> None:
-    """End this process some seconds after a signal that comes because another rank has failed.
+def end_with_the_job(
+    failed: Callable[[], bool], begun: Callable[[], bool], stopped: Callable[[], None], patience: float = 5.0
+) -> None:
+    """End this process some seconds after a signal if another rank has failed, or if training has not begun.
 
-    A rank that waits inside a collective for a rank that is gone never runs its handlers, and would sit there until
-    its launcher's patience ends. The interpreter's C code does run: it writes to this descriptor, which a thread reads.
+    A rank that waits in C code for a rank that is gone, inside a collective or while the ranks meet, never runs its
+    handlers, and would sit there until its launcher's patience ends. The interpreter's C code does run: it writes to
+    this descriptor, which a thread reads. `stopped` is called before a start that has not begun is ended.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -72,8 +75,11 @@ def end_with_the_job(has_failed: Callable[[], bool], patience: float = 5.0) -> N
     def watch() -> None:
         while os.read(reading, 1):
             time.sleep(patience)  # it may be about to report something itself
-            if has_failed():
+            if failed():
                 os._exit(1)
+            if not begun():
+                stopped()
+                os._exit(0)
 
     threading.Thread(target=watch, name="end-with-the-job", daemon=True).start()
 
