@@ -45,11 +45,15 @@ class Forks:
         )
         self._running: set[int] = set()
 
-    def start(self, *argv: str, output: Path, **environment: str) -> int:
-        """Start `python -m titanlike.train` with these words; its process id."""
-        pid = self._ask(argv=argv, output=str(output), environment=environment)
-        self._running.add(pid)
-        return pid
+    def start(self, *argv: str, world: int, port: int, output: Path) -> list[int]:
+        """Start `python -m titanlike.train` with these words, `world` times; the process ids by rank."""
+        environment = {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        pids = []
+        for rank in map(str, range(world)):
+            own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
+            pids.append(self._ask(argv=argv, output=str(output), environment=own))
+        self._running.update(pids)
+        return pids
 
     def wait(self, pid: int) -> int:
         """The exit code of a process, negative if a signal ended it."""
@@ -58,6 +62,7 @@ class Forks:
         return code
 
     def running(self, pid: int) -> bool:
+        """Whether it has not ended yet."""
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
     def _ask(self, **request: object) -> int:

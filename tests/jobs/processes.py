@@ -21,6 +21,20 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 100  # seconds; far more than anything here takes on a quiet machine
 
 
+def logged_step(folder: Path) -> int:
+    """The step of the last whole line in metrics.jsonl, 0 without one. Lines of an earlier start count, too."""
+    with suppress(OSError):
+        text = (folder / "metrics.jsonl").read_text()
+        if rows := text[: text.rfind("\n") + 1].splitlines():
+            return json.loads(rows[-1])["step"]
+    return 0
+
+
+def write_config(config: dict[str, Any], path: Path) -> Path:
+    path.write_text(dump_toml(Config.model_validate(config)))
+    return path
+
+
 @dataclass
 class Job:
     """A started run and what it leaves."""
@@ -59,12 +73,7 @@ class Job:
             time.sleep(0.01)
 
     def logged_step(self) -> int:
-        """The last whole line's step in metrics.jsonl, 0 without one. Lines of an earlier start count, too."""
-        with suppress(OSError):
-            text = (self.folder / "metrics.jsonl").read_text()
-            if rows := text[: text.rfind("\n") + 1].splitlines():
-                return json.loads(rows[-1])["step"]
-        return 0
+        return logged_step(self.folder)
 
     def members(self) -> dict[int, int | None]:
         """Process ids → rank of all that runs for this folder: launcher (rank None), workers and their loaders."""
@@ -97,11 +106,9 @@ class Job:
 def start(config: dict[str, Any], console: Path, *argv: str, **environment: str) -> Job:
     """`./run_train.sh` with this config and more words; keywords are environment variables."""
     folder = Path(config["job"]["dump_folder"])
-    toml = console.with_suffix(".toml")
-    toml.write_text(dump_toml(Config.model_validate(config)))
     everything = {
         **os.environ,
-        "CONFIG_FILE": str(toml),
+        "CONFIG_FILE": str(write_config(config, console.with_suffix(".toml"))),
         "TITANLIKE_PYTHON": sys.executable,  # no environment is made
         "CUDA_VISIBLE_DEVICES": "",
         **environment,

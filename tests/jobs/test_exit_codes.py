@@ -104,3 +104,12 @@ def test_degrees_that_do_not_make_four_processes(tmp_path, degrees, says):
     assert all(part in done.stderr for part in says), done.stderr
     assert done.stderr.count("make 6") <= 1 and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_under_plain_torchrun_one_of_four_ranks_says_it(forks, tmp_path, free_port):
+    words = ["--job.dump_folder", str(tmp_path / "out"), "--parallelism.data_parallel_shard_degree", "3"]
+    pids = forks.start(*words, world=4, port=free_port, output=tmp_path / "output")
+    assert [forks.wait(pid) for pid in pids] == [2] * 4
+    (line,) = (tmp_path / "output").read_text().splitlines()
+    assert "data_parallel_shard_degree = 3" in line and "make 3" in line and "4 processes" in line
+    assert not (tmp_path / "out").exists()
