@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import common as c
 
 settings = c.arguments()
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as titanlike.train does
 
 import torch  # noqa: E402 (after the number of threads is set)
 

@@ -72,10 +72,8 @@ def record_collectives(entries: int, dump: Path) -> None:
     """Has NCCL keep its last collectives and write them to `dump<rank>` on a timeout (0: not); before groups exist."""
     settings = {
         "TORCH_FR_BUFFER_SIZE": entries,
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": entries,  # the name before torch 2.9
         "TORCH_NCCL_DUMP_ON_TIMEOUT": int(entries > 0),
         "TORCH_FR_DUMP_TEMP_FILE": dump,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
     }
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))
