@@ -96,6 +96,9 @@ def _train(config: Config, folder: Path) -> str:
         signals.end_with_the_job(partial(status.has_failed, folder), _has_begun, partial(_give_up_the_start, folder))
         if worker.restarts() > 0:
             logger.info("started again after a failure or a change of nodes (%d)", worker.restarts())
+    # Threads that wait for each other by spinning take the cores from whatever else runs here, and from the thread that
+    # they wait for: on a busy machine a step took five times as long. It is read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         # Until the trainer has its stop flag there is nothing to save, and a signal ends the start at once.
         with signals.interruptible(over=_has_begun):
