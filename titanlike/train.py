@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 from titanlike.config import Config, load_config
-from titanlike.config.derive import degree_problem
 from titanlike.config.refused import refuse_unbuilt
 from titanlike.errors import ConfigError, TitanlikeError
 from titanlike.launch import signals, status, worker
@@ -44,11 +43,9 @@ def load(argv: Sequence[str], world: int | None = None) -> Config:
     """The config of a command line, if it is right, fits `world` processes (those of this job) and all that it asks
     for is built; else ConfigError.
     """
-    config = load_config(argv)
-    problems = refuse_unbuilt(config)
-    if misfit := degree_problem(config, worker.world_size() if world is None else world):
-        problems.append(misfit)
-    if problems:
+    # Whether this is a restart is not known yet: the loader refuses a batch with a remainder at a fresh start.
+    config = load_config(argv, world=worker.world_size() if world is None else world, restart=True)
+    if problems := refuse_unbuilt(config):
         raise ConfigError(problems)
     read_faults()
     shown_ranks()

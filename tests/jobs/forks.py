@@ -45,9 +45,9 @@ class Forks:
         )
         self._running: set[int] = set()
 
-    def start(self, *argv: str, world: int, port: int, output: Path) -> list[int]:
+    def start(self, *argv: str, world: int, port: int, output: Path, **environment: str) -> list[int]:
         """Start `python -m titanlike.train` with these words, `world` times; the process ids by rank."""
-        environment = {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         pids = []
         for rank in map(str, range(world)):
             own = {**environment, "RANK": rank, "LOCAL_RANK": rank}

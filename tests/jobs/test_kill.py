@@ -10,6 +10,8 @@ import pytest
 from tests.jobs.jobs import consumed, curve, lines
 from tests.jobs.processes import PATIENCE, logged_step, write_config
 
+SLOW = {"TITANLIKE_FAULT": "slow-save:seconds=0.05"}  # before a rank's tensors, and again before the manifest
+
 
 def saving_each_step(steps=100_000):
     """Of a run that never ends by itself. The save of a step is in flight while the next one is trained."""
@@ -49,12 +51,13 @@ def check_what_is_left(pool, tiny, tmp_path, world):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed_four_times(pool, forks, tiny, tmp_path, free_port, chance, world):
-    """Ranks without a launcher, killed one a little after the other."""
+    """Ranks without a launcher, killed one a little after the other; half of them while they mostly save."""
     folder, output = tmp_path / "run", tmp_path / "output"
     config = write_config(tiny(folder, **saving_each_step()), tmp_path / "run.toml")
     for starts in range(1, 5):
         reached = logged_step(folder)
-        pids = forks.start("--job.config_file", str(config), world=world, port=free_port, output=output)
+        fault = SLOW if starts % 2 else {}
+        pids = forks.start("--job.config_file", str(config), world=world, port=free_port, output=output, **fault)
 
         def wait_until(happened, pids=pids):
             deadline = time.monotonic() + PATIENCE
@@ -83,7 +86,7 @@ def test_killed_twenty_times(pool, tiny, launch, tmp_path, chance, world):
     config = tiny(tmp_path / "run", **saving_each_step())
     for starts in range(1, 21):
         reached = logged_step(tmp_path / "run")
-        job = launch(config, NGPU=str(world))
+        job = launch(config, NGPU=str(world), **(SLOW if starts % 2 else {}))
         job.wait_until(lambda starts=starts, job=job: begun_at(job.folder, starts) is not None)
         begun = begun_at(job.folder, starts)
         assert reached - 2 <= begun <= reached, "at most two intervals old"

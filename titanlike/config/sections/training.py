@@ -130,7 +130,7 @@ class LRScheduler(Section):
     """Steps of linear warm-up."""
 
     total_steps: Positive | None = None
-    """Length of the schedule in steps; none takes training.steps."""
+    """Length of the schedule in steps; none takes training.steps, or the end of the data if that comes first."""
 
     decay_ratio: Fraction | None = None
     """Share of the steps spent in decay; none decays from the end of the warm-up on."""
