@@ -64,12 +64,18 @@ def _dispatch(argv: list[str]) -> int:
     if name == "train" and (topic := _help_asked(rest)) is not None:
         from titanlike.config.help import print_help
 
-        return print_help(TRAIN_USAGE, topic or None)
+        return print_help(_train_usage(), topic or None)
     if name in NOT_BUILT:
         raise ConfigError(f"titanlike {name}: not built yet")
     if name not in COMMANDS:
         raise ConfigError(f"titanlike {name}: no such command (there are: {', '.join(COMMANDS)})")
     return importlib.import_module(COMMANDS[name][0]).main(rest)
+
+
+def _train_usage() -> str:
+    from titanlike.launch.options import flags
+
+    return f"{TRAIN_USAGE}\n\n{flags().format_help().partition(chr(10) * 2)[2].rstrip()}"
 
 
 def usage() -> str:

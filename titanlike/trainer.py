@@ -224,11 +224,12 @@ class Trainer:
         )
         metrics.banner(
             {
+                "run": config.job.description,
                 "model": f"{config.model.name} {config.model.flavor}, {self.model.spec.parameters():,} parameters",
                 "device": f"{dist.get_world_size()} × {devices.device_name(self.device)}",
                 "layout": f"replicate {layout.dp_replicate} × shard {layout.dp_shard}",
                 "batch": f"{layout.global_batch} sequences of {config.training.seq_len} tokens, "
-                f"{layout.accumulation} microbatches a rank",
+                f"microbatches a rank: {layout.accumulation}",
                 "precision": f"{config.training.mixed_precision_param} over {config.training.dtype}",
                 "data": self._data_summary(),
                 "from": str(found.path) if found else config.checkpoint.initial_load_path or "new weights",
@@ -383,8 +384,9 @@ class Trainer:
             return
         state = {"counters": asdict(self.counters), "data": self.data.loader.state()}
         with self.metrics.meter.paused("checkpoint"):
-            self.checkpoints.save(self.counters.step, self._tensors(), state, final=final)
-        self.metrics.event("save", step=self.counters.step)
+            written = self.checkpoints.save(self.counters.step, self._tensors(), state, final=final)
+        if written:
+            self.metrics.event("save", step=self.counters.step)
 
     def _finish(self, outcome: Outcome) -> None:
         """The last save and, if asked for, the export of the weights alone; then everything is closed."""
@@ -402,7 +404,7 @@ class Trainer:
 
     def _export_weights(self) -> None:
         dtype = DTYPES[self.config.checkpoint.export_dtype]
-        exports = CheckpointManager(self.config.checkpoint, self.folder / "exports")
+        exports = CheckpointManager(self.config.checkpoint, self.folder / "exports", config_text=dump_toml(self.config))
         weights = {name: p.detach().to(dtype) for name, p in self.model.named_parameters()}
         exports.save(self.counters.step, weights, {"counters": asdict(self.counters)}, final=True)
         exports.close()

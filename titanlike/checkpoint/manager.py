@@ -83,18 +83,18 @@ class CheckpointManager:
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, final: bool = False
-    ) -> None:
+    ) -> bool:
         """Save `tensors` (flat, clean names; DTensors or plain ones equal on all ranks) and `state` (JSON) as step-N.
 
         Waits for the save before it, and raises CheckpointError if that one failed. In the background modes it returns
         once the tensors are staged; call `before_update` before they change. `final`, or async_mode "disabled", returns
         when the checkpoint is complete. Rank 0's `state` is what counts. The step that was saved or loaded last is not
-        written twice; a complete checkpoint of this step from elsewhere is replaced, and stays until its successor is
-        complete.
+        written twice: then False is returned. A complete checkpoint of this step from elsewhere is replaced, and stays
+        until its successor is complete.
         """
         self.wait()
         if step == self._kept_step:
-            return
+            return False
         assert dist.is_initialized(), "saving needs a process group, if only of one rank"
         leaked = [name for name in tensors if any(wrapper in name for wrapper in _WRAPPERS)]
         assert not leaked, f"wrapper names would be saved: {leaked[:3]}"
@@ -112,6 +112,7 @@ class CheckpointManager:
             logger.debug("save of step %d held training for %.3f s", step, time.perf_counter() - start)
         else:
             self.wait()
+        return True
 
     def before_update(self) -> None:
         """Call before tensors that were given to `save` change (before the optimizer's step, each step)."""

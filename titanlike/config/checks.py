@@ -15,6 +15,7 @@ from titanlike.config.nearest import nearest_word
 from titanlike.config.schema import Config
 from titanlike.errors import ConfigError
 
+RECIPES = ("pretrain", "sft", "dpo", "reward", "distill", "grpo", "ppo")
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon", "AdamW8bit", "AdamW4bit", "AdamWFp8")
 CONVERTERS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 SCHEDULES = (
@@ -166,6 +167,12 @@ def _dataset(key: str, name: str, config: Config) -> Iterator[Problem]:
     yield _not_among(key, name, datasets.names(), "a Hub id such as org/name")
 
 
+def recipe(config: Config) -> Iterator[Problem]:
+    """The recipe is known."""
+    if config.job.recipe not in RECIPES and not config.job.imports:
+        yield _not_among("job.recipe", config.job.recipe, RECIPES)
+
+
 def optimizer(config: Config) -> Iterator[Problem]:
     """The optimizer is known, and so is what each parameter group asks for."""
     if config.optimizer.name not in OPTIMIZERS and not config.job.imports:
@@ -278,6 +285,7 @@ RULES: tuple[Rule, ...] = (
     sequence_split,
     experts,
     data,
+    recipe,
     optimizer,
     in_backward,
     precision,

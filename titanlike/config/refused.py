@@ -93,7 +93,7 @@ def _partly_built(config: Config) -> list[tuple[str, object]]:
     found = []
     for key, built in BUILT.items():
         value = _value(config, key)
-        if key == "optimizer.name" and config.job.imports:
+        if key in ("job.recipe", "optimizer.name") and config.job.imports:
             continue  # an imported module may register it
         if isinstance(value, list):
             found += [(key, v) for v in value if v not in built]

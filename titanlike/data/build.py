@@ -145,7 +145,7 @@ def _held_out(
 
 def _tell(plan: Plan, validation: ValidationData | None) -> None:
     cut = plan.cut
-    held = f"; {validation.cut.n_rows:,} held out" if validation else ""
+    held = f"; {validation.cut.n_rows:,} sequences held out" if validation else ""
     logger.info(
         "data: %s sequences of %d tokens an epoch from %s documents%s",
         *(f"{plan.n_sequences_per_epoch:,}", plan.seq_len, f"{len(cut.documents):,}", held),

@@ -104,7 +104,7 @@ def _run_workers(config: Config, options: Options, argv: Sequence[str]) -> int:
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
         local_addr="localhost" if options.max_nodes == 1 else None,
-        signals_to_handle="",  # ours are in place
+        signals_to_handle="SIGURG",  # torch wants a name; ours are in place for those that matter
     )
     folder = Path(config.job.dump_folder)
     before = status.read(folder)

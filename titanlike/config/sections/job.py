@@ -4,13 +4,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from titanlike.config.sections.base import Names, NonNegative, Section
-
-Recipe = Literal["pretrain", "sft", "dpo", "reward", "distill", "grpo", "ppo"]
 
 
 class Job(Section):
@@ -19,8 +15,8 @@ class Job(Section):
     config_file: Names = []
     """TOML file, or several that are merged from left to right. A bare name is also looked for in train_configs/."""
 
-    recipe: Recipe = "pretrain"
-    """What the model is trained for: picks the batches and the loss."""
+    recipe: str = "pretrain"
+    """What the model is trained for: pretrain, sft, dpo, reward, distill, grpo, ppo, or one of job.import's."""
 
     dump_folder: str = "./outputs"
     """Folder of everything that the run writes."""
