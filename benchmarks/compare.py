@@ -57,10 +57,11 @@ class Driver:
         return json.loads(out.strip().splitlines()[-1])
 
 
-def compare(dtype: str, compiled: int, steps: int, warmup: int, threads: int) -> list[dict]:
+def compare(dtype: str, compiled: int, steps: int, warmup: int, threads: int, small: int) -> list[dict]:
     arguments = ["--dtype", dtype, "--compile", str(compiled), "--steps", str(steps), "--warmup", str(warmup)]
+    arguments += ["--threads", str(threads), "--small", str(small)]
     with tempfile.TemporaryDirectory() as logs:
-        drivers = [Driver(d, [*arguments, "--threads", str(threads)], Path(logs)) for d in DRIVERS]
+        drivers = [Driver(d, arguments, Path(logs)) for d in DRIVERS]
         for round_ in range(steps):
             # Who goes first changes, so that neither always follows the other's cache.
             for driver in drivers if round_ % 2 else reversed(drivers):
@@ -83,12 +84,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--small", type=int, choices=[0, 1], default=0, help="a smaller model and batch")
     parser.add_argument("--all", action="store_true", help="fp32 and bf16, eager and compiled")
     a = parser.parse_args()
     kinds = [(d, k) for d in ("fp32", "bf16") for k in (0, 1)] if a.all else [(a.dtype, a.compile)]
     rows = []
     for dtype, compiled in kinds:
-        for result in compare(dtype, compiled, a.steps, a.warmup, a.threads):
+        for result in compare(dtype, compiled, a.steps, a.warmup, a.threads, a.small):
             print(json.dumps(result), flush=True)
             rows.append(result)
     print("\n| | driver | tokens/s | ratio | ratio of CPU time | peak RSS MiB | loss first → last |")
