@@ -21,7 +21,7 @@ from pathlib import Path
 from titanlike.config import Config, load_config
 from titanlike.config.refused import refuse_unbuilt
 from titanlike.errors import ConfigError, TitanlikeError
-from titanlike.launch import signals, status, worker
+from titanlike.launch import ownership, signals, status, worker
 from titanlike.launch.faults import read_faults
 from titanlike.launch.logging import logger, say, setup_logging, shown_ranks
 
@@ -45,6 +45,11 @@ def load(argv: Sequence[str], world: int | None = None) -> Config:
     """
     # Whether this is a restart is not known yet: the loader refuses a batch with a remainder at a fresh start.
     config = load_config(argv, world=worker.world_size() if world is None else world, restart=True)
+    if not config.job.config_file:
+        raise ConfigError(
+            "no config file: titanlike train FILE.toml, or python -m titanlike.train --job.config_file FILE.toml "
+            "(titanlike config list shows those that ship; debug_model.toml is the one to begin with)"
+        )
     if problems := refuse_unbuilt(config):
         raise ConfigError(problems)
     read_faults()
@@ -56,12 +61,20 @@ def run(config: Config) -> int:
     """Train; returns the exit code and leaves status.json. After a clean stop torchrun's workers return 0, not 75."""
     folder = Path(config.job.dump_folder)
     try:
+        if worker.rank() == 0:
+            ownership.hold(folder)
+    except ConfigError as error:  # what stands in that folder is not ours to change, its status least of all
+        say(_in_words(error))
+        return error.exit_code
+    try:
         outcome = _train(config, folder)
     except TitanlikeError as error:
         return _failed(folder, error.exit_code, _in_words(error), worker.rank())
     except Exception as error:
         # Some failures reach every rank at the same moment: they say whose they are.
         return _failed(folder, status.FAULT, traceback.format_exc(), getattr(error, "failed_rank", worker.rank()))
+    finally:
+        ownership.release()
     _leave_status(folder, outcome)
     signals.install(signal.SIG_IGN)  # the interpreter's own way out takes a while, and a late signal must not spoil it
     return 0 if worker.under_torchrun() else EXIT_CODES[outcome]

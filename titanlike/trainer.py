@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from titanlike import device as devices
 from titanlike.checkpoint.loading import Found
 from titanlike.checkpoint.manager import CheckpointManager
+from titanlike.checkpoint.origin import check_origin
 from titanlike.config import Config, dump_toml
 from titanlike.config.derive import batch_layout
 from titanlike.data.batch import Batch
@@ -166,6 +168,7 @@ class Trainer:
             topology=asdict(self.mesh.layout) | {"world": dist.get_world_size()},
         )
         self.counters = Counters()
+        self._warned = False
         found = self.checkpoints.find(config.checkpoint.load_step) if config.checkpoint.enable else None
         self._give_values(found)
         self.last_step = self._last_step()
@@ -186,6 +189,7 @@ class Trainer:
         materialise(self.model, self.device, None if weights_come else fresh)
         self.optimizer = build_optimizer(self.model, self.config)
         if found:
+            check_origin(found.path, self.config, excluded)
             tensors = self._tensors()
             parts = {name: "optimizer" if name.startswith("optimizer.") else "model" for name in tensors}
             self.checkpoints.load(found, {n: t for n, t in tensors.items() if parts[n] not in excluded})
@@ -345,6 +349,19 @@ class Trainer:
             counts = {"tokens": self.counters.tokens, "trained_tokens": self.counters.trained_tokens}
             memory = worst(peak_memory(self.device.type))
             self.metrics.log(step, {**row, **counts, **memory, "epoch": batch.epoch})
+            self._warn_of_bad_numbers(step, row)
+
+    def _warn_of_bad_numbers(self, step: int, row: dict[str, Any]) -> None:
+        bad = [name for name, value in row.items() if value is not None and not math.isfinite(value)]
+        if bad and not self._warned:
+            self._warned = True
+            logger.warning(
+                "step %d: %s not finite. The run goes on, but what it saves from here on is of no use: stop it, and go "
+                "on from an earlier checkpoint (checkpoint.load_step) with a lower optimizer.lr or another data order",
+                step,
+                " and ".join(bad),
+            )
+            self.metrics.event("nonfinite", step=step, values=bad)
 
     def _validates(self, step: int) -> bool:
         return step in (1, self.last_step) or step % self.config.validation.freq == 0

@@ -126,3 +126,18 @@ def test_initial_load_path_only_when_there_is_nothing_to_resume(pool, tiny, whol
 def test_a_load_step_that_is_not_there(pool, tiny, whole, tmp_path):
     with pytest.raises(AssertionError, match="CheckpointError"):
         go(pool, tiny(whole, checkpoint={"load_step": 7}))
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_in_keys(pool, tiny, whole):
+    for sections, words in [
+        ({"model": {"overrides": {"dim": 64, "n_heads": 4}}}, "dim was 32, is 64.*model.overrides"),
+        ({"optimizer": {"name": "SGD"}}, r"optimizer.name = 'AdamW'.*'SGD'.*exclude_from_loading"),
+    ]:
+        with pytest.raises(AssertionError, match=f"(?s)CheckpointError.*{words}"):
+            go(pool, tiny(whole, **sections, training={"steps": 14}))
+
+
+def test_numbers_that_are_not_finite_are_said_once(pool, tiny, tmp_path):
+    go(pool, tiny(tmp_path, optimizer={"lr": 1e30}, training={"steps": 5}))
+    events = [event for event in lines(tmp_path / "events.jsonl") if event["kind"] == "nonfinite"]
+    assert len(events) == 1 and "loss" in events[0]["values"]

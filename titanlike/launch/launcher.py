@@ -27,7 +27,7 @@ from titanlike import train
 from titanlike.config import Config
 from titanlike.config.derive import batch_layout, degrees
 from titanlike.errors import ConfigError
-from titanlike.launch import signals, status
+from titanlike.launch import ownership, signals, status
 from titanlike.launch.logging import say
 from titanlike.launch.options import Options, read_options
 
@@ -87,6 +87,8 @@ class _Stop:
 
 def _run_workers(config: Config, options: Options, argv: Sequence[str]) -> int:
     """Start the workers of this node, wait for their end, and say how it was as an exit code."""
+    if options.max_nodes == 1:
+        ownership.hold_for_workers(Path(config.job.dump_folder))
     _set_environment(config, options)
     if options.max_nodes == 1:
         logging.disable(logging.ERROR)  # our own words say it; of several nodes torch's tell which one is missing

@@ -96,8 +96,11 @@ def decoder_spec(config: Config) -> DecoderSpec:
     overrides = config.model.overrides.model_dump(exclude_none=True)
     if "head_dim" not in overrides and {"dim", "n_heads"} & overrides.keys():
         dim, heads = overrides.get("dim", flavor.dim), overrides.get("n_heads", flavor.n_heads)
-        if heads > 0:
-            overrides["head_dim"] = dim // heads
+        if heads > 0 and dim % heads:
+            raise ConfigError(
+                f"model.overrides.dim = {dim}: must be a multiple of n_heads = {heads}, or head_dim be set too"
+            )
+        overrides["head_dim"] = dim // max(heads, 1)
     spec = dataclasses.replace(flavor, **overrides)
     if problems := spec.problems():
         raise ConfigError([f"model.overrides.{p}" for p in problems])

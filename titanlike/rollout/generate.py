@@ -76,6 +76,10 @@ def load_model(
         model = Decoder(spec, seq_len=seq_len or config.training.seq_len)
     materialise(model, devices.local_device(), None)
     loading.load(step, dict(model.named_parameters()), None)
+    if bad := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
+        raise CheckpointError(
+            f"{step}: {len(bad)} of the weights' tensors hold numbers that aren't finite, {bad[0]} first"
+        )
     return model.eval(), tokenizer, config
 
 
