@@ -74,7 +74,9 @@ def start(tmp_path):
     ) -> Job:
         path = tmp_path / folder
         everything = {**os.environ, "PYTHONPATH": f"{STUB}:{ROOT}", "CUDA_VISIBLE_DEVICES": "", **environment}
-        line = [sys.executable, *command, "--job.dump_folder", str(path), *argv]
+        config = tmp_path / "empty.toml"
+        config.touch()
+        line = [sys.executable, *command, "--job.config_file", str(config), "--job.dump_folder", str(path), *argv]
         pipe = subprocess.PIPE
         process = subprocess.Popen(line, env=everything, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         jobs.append(Job(process, path))
