@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titanlike.errors import ConfigError
+from titanlike.launch import worker
 
 
 def _refuse_unusable_gpu() -> None:
@@ -62,10 +63,24 @@ def start_process_group(device: torch.device, timeout_seconds: int) -> None:
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     )
     timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
+    if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif store := _launchers_store(timeout):
+        # Not torch's own way to it, in which workers that are started again find the addresses of those that died.
+        store = dist.PrefixStore(f"start-{worker.restarts()}", store)
+        dist.init_process_group(
+            backend, store=store, rank=worker.rank(), world_size=worker.world_size(), timeout=timeout
+        )
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def _launchers_store(timeout: timedelta) -> dist.Store | None:
+    """The store that torch's elastic launcher keeps for its workers; None if they are to make their own."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, worker.world_size(), is_master=False, timeout=timeout)
 
 
 def record_collectives(entries: int, dump: Path) -> None:

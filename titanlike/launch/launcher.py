@@ -129,10 +129,11 @@ def _set_environment(config: Config, options: Options) -> None:
     defaults = {
         "OMP_NUM_THREADS": str(max(cores // options.processes, 1)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(config.checkpoint.grace_seconds)),
-        # A store of their own for each start of the workers. In one kept by the agent, workers that are started again
-        # find the addresses of those that died, and a node that joins later doesn't find the others at all.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if options.max_nodes > 1:
+        # In a store kept by the launcher, a node that joins later doesn't find the others. The workers' own has a port
+        # that is chosen seconds before it is used: somebody else may take it meanwhile.
+        defaults["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

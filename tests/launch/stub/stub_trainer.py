@@ -7,12 +7,12 @@ it joins the group; "config-error": every rank raises one at step 2; "vanish": e
 
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from titanlike import device as devices
 from titanlike.errors import ConfigError, DataError
 from titanlike.launch import worker
 from titanlike.launch.faults import fault
@@ -32,7 +32,7 @@ class Trainer:
         if self.outcome == "early-data-error" and worker.rank() == 1:
             raise DataError("train.jsonl:7: no such column")
         if self.several:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            devices.start_process_group(torch.device("cpu"), 60)
 
     def run(self):
         with StopFlag() as stop:
