@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -35,6 +37,15 @@ for line in sys.stdin:
 """
 
 
+def _quiet_port() -> int:
+    """A free port below those that outgoing connections take: it is still free when it is used, seconds later."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+
+
 class Forks:
     """The process that forks; a context manager that leaves nothing behind."""
 
@@ -45,9 +56,9 @@ class Forks:
         )
         self._running: set[int] = set()
 
-    def start(self, *argv: str, world: int, port: int, output: Path, **environment: str) -> list[int]:
+    def start(self, *argv: str, world: int, output: Path, **environment: str) -> list[int]:
         """Start `python -m titanlike.train` with these words, `world` times; the process ids by rank."""
-        environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(_quiet_port())}
         pids = []
         for rank in map(str, range(world)):
             own = {**environment, "RANK": rank, "LOCAL_RANK": rank}

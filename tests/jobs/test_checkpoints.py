@@ -25,16 +25,18 @@ def test_wrappers_do_not_show_in_checkpoints(pool, tiny, tmp_path):
     """One run, started anew at each step with another mixture of compilation, recomputation and ranks."""
     mixtures = list(itertools.product((False, True), ("none", "full"), (1, 2)))
     folder = tmp_path / "run"
+    small = {"overrides": {**tiny(folder)["model"]["overrides"], "n_layers": 1}}
     for step, (compiled, recomputed, world) in enumerate(mixtures, start=1):
         config = tiny(
             folder,
+            model=small,
             training={"steps": step},
             lr_scheduler={"total_steps": 12},
             compile={"enable": compiled, "backend": "aot_eager"},
             activation_checkpoint={"mode": recomputed},
         )
         assert go(pool, config, world) == ["done"] * world
-    go(pool, tiny(tmp_path / "whole", training={"steps": 8}, lr_scheduler={"total_steps": 12}))
+    go(pool, tiny(tmp_path / "whole", model=small, training={"steps": 8}, lr_scheduler={"total_steps": 12}))
     kept = [*scan(folder / "checkpoints"), *scan(tmp_path / "whole" / "checkpoints")]
     names = [inspections.saved(one.path).keys() for one in kept]
     assert len(names) == 9 and all(one == names[0] for one in names)

@@ -13,20 +13,32 @@ LONG = {"training": {"steps": 60, "local_batch_size": 1}, "lr_scheduler": {"warm
 
 
 def pids(job, target):
-    workers = job.workers()
+    launcher, workers = job.process.pid, job.workers()
     return {
-        "rank 1": lambda: [workers[1]],
-        "launcher": lambda: [job.process.pid],
-        "all": lambda: [job.process.pid, *workers.values()],
-        "group": lambda: [-job.process.pid],  # as a terminal's Ctrl-C reaches it; workers have sessions of their own
-    }[target]()
+        "rank 0": [workers[0]],
+        "rank 1": [workers[1]],
+        "workers": [*workers.values()],
+        "launcher": [launcher],
+        "all": [launcher, *workers.values()],
+        "group": [-launcher],  # as a terminal's Ctrl-C reaches it; workers have sessions of their own
+    }[target]
+
+
+TERM, INTERRUPT = signal.SIGTERM, signal.SIGINT
 
 
 @pytest.mark.timeout(400)
-def test_every_way_a_signal_can_come(pool, tiny, launch, tmp_path):
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("rank 1", TERM), ("all", TERM), ("group", INTERRUPT)],
+        pytest.param([("launcher", TERM), ("rank 0", signal.SIGHUP), ("workers", TERM)], marks=pytest.mark.slow),
+    ],
+    ids=["usual", "unusual"],
+)
+def test_every_way_a_signal_can_come(pool, tiny, launch, tmp_path, ways):
     """One run of two processes, stopped and started again after each way; bit-equal to the one that was left alone."""
     config = tiny(tmp_path / "run", **LONG)
-    ways = [("rank 1", signal.SIGTERM), ("launcher", signal.SIGTERM), ("all", signal.SIGTERM), ("group", signal.SIGINT)]
     done = 0
     for target, number in ways:
         job = launch(config, NGPU="2")
