@@ -88,3 +88,45 @@ def test_steps_that_run_again_are_shown_once(pool, tiny, tmp_path):
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     tag = next(tag for tag in board.Tags()["scalars"] if tag.endswith("loss"))
     assert [point.step for point in board.Scalars(tag)] == list(range(1, 11))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_offline_wandb_has_each_step_once(tiny, launch, tmp_path):
+    """The real package, in processes of its own."""
+    pytest.importorskip("wandb")
+    config = tiny(
+        tmp_path / "run",
+        training={"steps": 10, "global_batch_size": 2},
+        checkpoint={"interval": 5},
+        metrics={"log_freq": 1, "enable_wandb": True},
+    )
+    offline = {"NGPU": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    job = launch(config, TITANLIKE_FAULT="raise:step=8,phase=data", **offline)
+    assert job.wait() == 1
+    job = launch(config, **offline)
+    assert job.wait() == 0, job.err
+    assert "W&B" not in job.out, "it was not switched off"
+    files = sorted((tmp_path / "run").rglob("*.wandb"))
+    assert len({file.stem for file in files}) == 1, "one run in W&B's eyes"
+    steps = [step for file in files for step in wandb_steps(file)]
+    assert sorted(steps) == list(range(1, 11))
+
+
+def wandb_steps(file):
+    """The steps in W&B's file: a log of protobuf records as LevelDB writes them, after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record = file.read_bytes(), 7, b""
+    block, header = 1 << 15, 7
+    while at + header <= len(data):
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + header : at + header + length]
+        at += header + length
+        if kind in (1, 4):  # whole, or the last part of one
+            parsed = wandb_internal_pb2.Record.FromString(record)
+            record = b""
+            if parsed.HasField("history"):
+                yield parsed.history.step.num
+        if block - at % block < header:
+            at += block - at % block
