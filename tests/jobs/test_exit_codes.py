@@ -13,11 +13,9 @@ import pytest
 from tests.jobs.processes import ROOT, write_config
 
 
-def test_done_then_a_checkpoint_that_is_not_there(tiny, launch, tmp_path):
+def test_a_checkpoint_that_is_not_there(pool, tiny, launch, tmp_path):
     config = tiny(tmp_path / "run", training={"steps": 2})
-    job = launch(config, NGPU="1")
-    assert job.wait() == 0, job.err
-    assert (job.status.state, job.status.exit_code, job.logged_step()) == ("done", 0, 2)
+    pool.run("tests.jobs.jobs:run", world=1, group=False, config=config)
     job = launch(config, "--checkpoint.load_step", "7", NGPU="1")
     assert job.wait() == 4
     assert "there is no checkpoint of step 7 (checkpoint.load_step); steps: 2" in job.err
@@ -25,11 +23,15 @@ def test_done_then_a_checkpoint_that_is_not_there(tiny, launch, tmp_path):
     assert (job.status.state, job.status.exit_code) == ("failed", 4)
 
 
-def test_a_fault(tiny, launch, tmp_path):
-    job = launch(tiny(tmp_path / "run"), NGPU="1", TITANLIKE_FAULT="raise:step=2,phase=optimizer")
+def test_a_fault_then_done(tiny, launch, tmp_path):
+    config = tiny(tmp_path / "run", training={"steps": 2})
+    job = launch(config, NGPU="1", TITANLIKE_FAULT="raise:step=2,phase=optimizer")
     assert job.wait() == 1
     assert job.err.startswith("rank 0 failed at step 2:\nTraceback")
     assert (job.status.state, job.status.exit_code) == ("failed", 1)
+    job = launch(config, NGPU="1")
+    assert job.wait() == 0, job.err
+    assert (job.status.state, job.status.exit_code, job.logged_step()) == ("done", 0, 2)
 
 
 def test_a_stop_signal(tiny, launch, tmp_path):

@@ -17,7 +17,6 @@ def pids(job, target):
     return {
         "rank 0": [workers[0]],
         "rank 1": [workers[1]],
-        "workers": [*workers.values()],
         "launcher": [launcher],
         "all": [launcher, *workers.values()],
         "group": [-launcher],  # as a terminal's Ctrl-C reaches it; workers have sessions of their own
@@ -31,8 +30,8 @@ TERM, INTERRUPT = signal.SIGTERM, signal.SIGINT
 @pytest.mark.parametrize(
     "ways",
     [
-        [("rank 1", TERM), ("all", TERM), ("group", INTERRUPT)],
-        pytest.param([("launcher", TERM), ("rank 0", signal.SIGHUP), ("workers", TERM)], marks=pytest.mark.slow),
+        [("rank 1", TERM), ("group", INTERRUPT)],
+        pytest.param([("all", TERM), ("launcher", TERM), ("rank 0", signal.SIGHUP)], marks=pytest.mark.slow),
     ],
     ids=["usual", "unusual"],
 )
