@@ -9,7 +9,7 @@ from titanlike.data.batch import document_offsets
 from titanlike.models.decoder import Decoder
 from titanlike.models.families.llama3 import llama3
 from titanlike.models.initial import initial_values, materialise
-from titanlike.models.spec import DecoderSpec, RopeScaling
+from titanlike.models.spec import DecoderSpec, Part, RopeScaling
 
 TINY = DecoderSpec(
     dim=64,
@@ -206,3 +206,22 @@ def test_buffers_are_computed_not_left_over():
     built = build(TINY)
     assert torch.equal(built.rope_table, Decoder(TINY).rope_table)
     assert not any(t.is_meta for t in [*built.parameters(), *built.buffers()])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_make_the_whole(tied):
+    """Same names, same initial values, and one after the other the same log-probabilities, bit by bit."""
+    spec = dataclasses.replace(TINY, tied_head=tied)
+    whole = build(spec)
+    first, middle, last = (
+        build(spec, part=Part(layers=layers, first=not i, last=i == 2)) for i, layers in enumerate([(0, 1), (2,), ()])
+    )
+    values = dict(whole.named_parameters())
+    names = [name for part in (first, middle, last) for name, _ in part.named_parameters()]
+    assert sorted(names) == sorted([*values, *(["tok_embeddings.weight"] if tied else [])])
+    for part in (first, middle, last):
+        assert all(torch.equal(p, values[n]) for n, p in part.named_parameters())
+        assert torch.equal(part.rope_table, whole.rope_table)
+    tokens = torch.randint(0, 320, (2, 24), generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(0, 320, (2, 24), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(last(middle(first(tokens)), labels=labels), whole(tokens, labels=labels))

@@ -4,6 +4,8 @@ The model speaks of the model alone. How its modules shard, checkpoint and compi
 Parameter names are those of TorchTitan's Llama, so that its checkpoints can be continued.
 
     tokens → tok_embeddings → layers (norm → attention → +, norm → feed-forward → +) → norm → output (head)
+
+A pipeline stage is the same decoder with some modules left out; names and initial values stay those of the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import nn
 from titanlike.models import rope
 from titanlike.models.attention import Attention, KVCache
 from titanlike.models.head import Head
-from titanlike.models.spec import DecoderSpec
+from titanlike.models.spec import DecoderSpec, Part
 
 _STD = 0.02
 
@@ -71,9 +73,15 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer of `spec`'s sizes. `seq_len` is the longest row it will see (default: the spec's)."""
+    """A decoder-only transformer of `spec`'s sizes, or the `part` of it that a pipeline stage holds.
+
+    `seq_len` is the longest row it will see (default: the spec's). Modules that a part doesn't hold don't exist in it.
+    """
 
     rope_table: torch.Tensor
+    tok_embeddings: nn.Embedding
+    norm: RMSNorm
+    output: Head
 
     def __init__(
         self,
@@ -83,16 +91,20 @@ class Decoder(nn.Module):
         seq_len: int | None = None,
         loss: Literal["linear", "logits"] = "linear",
         chunk_size: int = 0,
+        part: Part | None = None,
     ):
         super().__init__()
         self.spec = spec
+        self.part = part or Part.whole(spec)
         self.seq_len = seq_len or spec.max_seq_len
-        self.tok_embeddings = nn.Embedding(spec.vocab_size, spec.dim)
+        if self.part.holds_embedding(spec):
+            self.tok_embeddings = nn.Embedding(spec.vocab_size, spec.dim)
         # A dict keeps each layer's number in its name when a pipeline stage holds only some of them.
-        self.layers = nn.ModuleDict({str(i): Block(spec, i, kernel) for i in range(spec.n_layers)})
-        self.norm = RMSNorm(spec.dim, spec.norm_eps)
-        self.output = Head(spec, implementation=loss, chunk_size=chunk_size)
-        self.register_buffer("rope_table", self._rope_table(self.tok_embeddings.weight.device), persistent=False)
+        self.layers = nn.ModuleDict({str(i): Block(spec, i, kernel) for i in self.part.layers})
+        if self.part.last:
+            self.norm = RMSNorm(spec.dim, spec.norm_eps)
+            self.output = Head(spec, implementation=loss, chunk_size=chunk_size)
+        self.register_buffer("rope_table", self._rope_table(next(self.parameters()).device), persistent=False)
 
     def _rope_table(self, device: torch.device) -> torch.Tensor:
         if device.type == "meta":
@@ -105,7 +117,7 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor,
+        inputs: torch.Tensor,
         positions: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         *,
@@ -115,14 +127,17 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Hidden states [B, S, dim] after the last norm, or, given labels [B, S], their log-probabilities.
 
-        tokens, positions int64 [B, S] (positions default to 0 … S-1); offsets int32 [n + 1] or None as in
-        `document_attention`. Log-probabilities are float32 [B, S], 0 where the label is ignored; with reduction "sum"
-        their sum. With caches, tokens continue each row at `positions`.
+        inputs: tokens int64 [B, S], or, in a part that isn't the first, the hidden states [B, S, dim] of the part
+        before; a part that isn't the last gives such. positions int64 [B, S] (default: 0 … S-1); offsets int32 [n + 1]
+        or None as in `document_attention`. Log-probabilities are float32 [B, S], 0 where the label is ignored; with
+        reduction "sum" their sum. With caches, tokens continue each row at `positions`.
         """
-        h = self.tok_embeddings(tokens)
-        cos, sin = self.rope_table[:, : tokens.shape[1]] if positions is None else self.rope_table[:, positions]
+        h = self.tok_embeddings(inputs) if self.part.first else inputs
+        cos, sin = self.rope_table[:, : inputs.shape[1]] if positions is None else self.rope_table[:, positions]
         for i, block in enumerate(self.layers.values()):
             h = block(h, (cos, sin), offsets, *((caches[i], positions) if caches else ()))
+        if not self.part.last:
+            return h
         h = self.norm(h)
         return h if labels is None else self.output(h, labels, self.tied_weight, reduction)
 

@@ -73,6 +73,24 @@ class DecoderSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one pipeline stage holds of a decoder: layers by number, the embedding if first, norm and head if last."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+    @classmethod
+    def whole(cls, spec: DecoderSpec) -> Part:
+        """All of it."""
+        return cls(layers=tuple(range(spec.n_layers)), first=True, last=True)
+
+    def holds_embedding(self, spec: DecoderSpec) -> bool:
+        """Whether tok_embeddings is here: for the tokens, or for a head that is tied to it."""
+        return self.first or (self.last and spec.tied_head)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family: its name and its published sizes."""
 
