@@ -8,6 +8,7 @@ with the fused kernel; on a GPU it is one call of the variable-length kernel. Wi
 from __future__ import annotations
 
 import itertools
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -22,13 +23,12 @@ def _spans(offsets: torch.Tensor) -> list[tuple[int, int]]:
     return [(a, b) for a, b in itertools.pairwise(bounds) if b > a]
 
 
-def _longest(offsets: torch.Tensor) -> int:
-    return int(offsets.diff().max())
-
-
-def _even_offsets(q: torch.Tensor) -> torch.Tensor:
+def _device_spans(q: torch.Tensor, offsets: torch.Tensor | None) -> kernels.Spans:
+    """What the variable-length kernel wants to know of documents, or of whole rows."""
     rows, length = q.shape[:2]
-    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=q.device)
+    if offsets is None:
+        return kernels.Spans(torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=q.device), length)
+    return kernels.Spans(offsets, int(offsets.diff().max()))
 
 
 @torch.library.custom_op("titanlike::document_attention", mutates_args=())
@@ -41,18 +41,17 @@ def document_attention(
     or None if every row is one document; kernel as `model.attention`. Returns out [B, S, H, D], lse float32 [B, H, S].
     """
     if kernel in ("auto", "varlen") and kernels.varlen_works(q.device, q.dtype):
-        bounds = _even_offsets(q) if offsets is None else offsets
-        flat = [t.flatten(0, 1) for t in (q, k, v)]
-        out, lse = kernels.varlen_forward(*flat, bounds, q.shape[1] if offsets is None else _longest(bounds), scale)
+        spans = _device_spans(q, offsets)
+        out, lse = kernels.varlen_forward(*(t.flatten(0, 1) for t in (q, k, v)), spans, spans, scale, True)
         return out.view_as(q), lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1).contiguous()
     rows = kernels.row_kernel(kernel, q.device)
     if offsets is None:
-        out, lse = rows.forward(q, k, v, scale)
+        out, lse = rows.forward(q, k, v, scale, True)
         return out.contiguous(), lse.contiguous()
     out, lse = _empty_outputs(q)
     flat_q, flat_k, flat_v, flat_out = (t.flatten(0, 1)[None] for t in (q, k, v, out))
     for a, b in _spans(offsets):
-        part, part_lse = rows.forward(flat_q[:, a:b], flat_k[:, a:b], flat_v[:, a:b], scale)
+        part, part_lse = rows.forward(flat_q[:, a:b], flat_k[:, a:b], flat_v[:, a:b], scale, True)
         flat_out[:, a:b] = part
         row, first = divmod(a, q.shape[1])
         lse[row, :, first : first + b - a] = part_lse[0]
@@ -84,22 +83,21 @@ def document_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v from that of `document_attention`'s output."""
     if kernel in ("auto", "varlen") and kernels.varlen_works(q.device, q.dtype):
-        bounds = _even_offsets(q) if offsets is None else offsets
-        longest = q.shape[1] if offsets is None else _longest(bounds)
+        spans = _device_spans(q, offsets)
         flat = [t.flatten(0, 1) for t in (grad, q, k, v, out)]
         flat_lse = lse.transpose(0, 1).reshape(q.shape[2], -1)
-        grads = kernels.varlen_backward(*flat, flat_lse, bounds, longest, scale)
+        grads = kernels.varlen_backward(*flat, flat_lse, spans, spans, scale, True)
         return tuple(g.view_as(t) for g, t in zip(grads, (q, k, v), strict=True))
     rows = kernels.row_kernel(kernel, q.device)
     if offsets is None:
-        return tuple(g.contiguous() for g in rows.backward(grad, q, k, v, out, lse, scale))
+        return tuple(g.contiguous() for g in rows.backward(grad, q, k, v, out, lse, scale, True))
     grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     flat = [t.flatten(0, 1)[None] for t in (grad, q, k, v, out)]
     flat_grads = [t.flatten(0, 1)[None] for t in grads]
     for a, b in _spans(offsets):
         row, first = divmod(a, q.shape[1])
         part_lse = lse[row : row + 1, :, first : first + b - a].contiguous()
-        parts = rows.backward(*(t[:, a:b] for t in flat), part_lse, scale)
+        parts = rows.backward(*(t[:, a:b] for t in flat), part_lse, scale, True)
         for whole, part in zip(flat_grads, parts, strict=True):
             whole[:, a:b] = part
     return grads
@@ -125,6 +123,13 @@ def _backward(ctx, grad, _):
 document_attention.register_autograd(_backward, setup_context=_save)
 
 
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, scale: float, kernel: str
+) -> torch.Tensor:
+    """`document_attention`'s output alone. Context parallelism puts its own in this one's place."""
+    return document_attention(q, k, v, offsets, scale, kernel)[0]
+
+
 class KVCache:
     """Keys and values of one layer for rows that are being generated: [B, capacity, K, D] each."""
 
@@ -143,11 +148,14 @@ class KVCache:
 class Attention(nn.Module):
     """Grouped-query causal attention with rotary positions (names as TorchTitan's Llama)."""
 
+    tensor_styles: ClassVar = {"wq": "colwise", "wk": "kv_colwise", "wv": "kv_colwise", "wo": "rowwise"}
+
     def __init__(self, spec: DecoderSpec, layer: int, kernel: str = "auto"):
         super().__init__()
         self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.kernel = kernel
+        self.attend = attend
         self.wq = nn.Linear(spec.dim, spec.n_heads * spec.head_dim, bias=False)
         self.wk = nn.Linear(spec.dim, spec.n_kv_heads * spec.head_dim, bias=False)
         self.wv = nn.Linear(spec.dim, spec.n_kv_heads * spec.head_dim, bias=False)
@@ -165,7 +173,7 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, *rope), rotate(k, *rope)
         if cache is None:
-            out, _ = document_attention(q, k, v, offsets, self.scale, self.kernel)
+            out = self.attend(q, k, v, offsets, self.scale, self.kernel)
         else:
             cache.append(k, v, positions)
             out = _cached_attention(q, cache, positions, self.scale)

@@ -1,10 +1,12 @@
 """The one module that may touch torch's private operators.
 
-A kernel computes causal attention over one run of tokens and returns the log-sum-exp beside the output; torch offers
+A kernel computes attention over one run of tokens and returns the log-sum-exp beside the output; torch offers
 that only below its public API. Each kernel is guarded: where an operator is missing (another torch, another device)
 the next one in `choose` takes its place, and plain mathematics is always there.
 
-Shapes: q [B, S, H, D], k and v [B, S, K, D] with H a multiple of K; out as q; lse float32 [B, H, S].
+Shapes: q [B, S, H, D], k and v [B, T, K, D] with H a multiple of K; out as q; lse float32 [B, H, S]. Causal needs
+S = T (query i sees keys 0 … i); without it every query sees every key. No query may be left without a key: kernels
+return 0 as its log-sum-exp, which is not the -inf that a merge needs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Kernel:
-    """Forward (q, k, v, scale) and backward (grad, q, k, v, out, lse, scale) of causal attention over whole rows."""
+    """Forward (q, k, v, scale, causal) and backward (grad, q, k, v, out, lse, scale, causal) over whole rows.
+
+    The backward takes out and lse of *all* keys that the queries see, even if k and v are only some of them: its
+    gradients are then these keys' share, and shares add up.
+    """
 
     name: str
     forward: Forward
@@ -46,14 +52,14 @@ def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
-def _cpu_forward(q, k, v, scale):
-    out, lse = _CPU_FORWARD(*_heads_first(q, k, v), 0.0, True, scale=scale)
+def _cpu_forward(q, k, v, scale, causal):
+    out, lse = _CPU_FORWARD(*_heads_first(q, k, v), 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
-def _cpu_backward(grad, q, k, v, out, lse, scale):
+def _cpu_backward(grad, q, k, v, out, lse, scale, causal):
     # The kernel reads the gradient and lse by their strides only where they are laid out as the forward left them.
-    grads = _CPU_BACKWARD(*_heads_first(grad.contiguous(), q, k, v, out), lse, 0.0, True, scale=scale)
+    grads = _CPU_BACKWARD(*_heads_first(grad.contiguous(), q, k, v, out), lse, 0.0, causal, scale=scale)
     return tuple(_heads_first(*grads))
 
 
@@ -68,13 +74,13 @@ def _fold(grad, kv_heads):
     return grad.unflatten(2, (kv_heads, -1)).sum(3)
 
 
-def _efficient_forward(q, k, v, scale):
+def _efficient_forward(q, k, v, scale, causal):
     k, v = _expand(q, k, v)
-    out, lse, _, _ = _EFFICIENT_FORWARD(*_heads_first(q, k, v), None, True, 0.0, True, scale=scale)
+    out, lse, _, _ = _EFFICIENT_FORWARD(*_heads_first(q, k, v), None, True, 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse[..., : q.shape[1]]
 
 
-def _efficient_backward(grad, q, k, v, out, lse, scale):
+def _efficient_backward(grad, q, k, v, out, lse, scale, causal):
     kv_heads = k.shape[2]
     k, v = _expand(q, k, v)
     # The kernel wants lse's rows aligned to 32, as its forward pads them.
@@ -89,33 +95,35 @@ def _efficient_backward(grad, q, k, v, out, lse, scale):
         empty,
         0.0,
         [True, True, True, False],
-        True,
+        causal,
         scale=scale,
     )
     dq, dk, dv = _heads_first(dq, dk, dv)
     return dq, _fold(dk, kv_heads), _fold(dv, kv_heads)
 
 
-def _scores(q, k, scale):
-    """Masked scores float32 [B, H, S, S]."""
+def _scores(q, k, scale, causal):
+    """Masked scores float32 [B, H, S, T]."""
     scores = torch.einsum("bshd,bthd->bhst", q.float(), k.float()) * scale
+    if not causal:
+        return scores
     future = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(future, float("-inf"))
 
 
-def _math_forward(q, k, v, scale):
+def _math_forward(q, k, v, scale, causal):
     k, v = _expand(q, k, v)
-    scores = _scores(q, k, scale)
+    scores = _scores(q, k, scale, causal)
     lse = scores.logsumexp(-1)
     out = torch.einsum("bhst,bthd->bshd", (scores - lse[..., None]).exp(), v.float())
     return out.to(q.dtype), lse
 
 
-def _math_backward(grad, q, k, v, out, lse, scale):
+def _math_backward(grad, q, k, v, out, lse, scale, causal):
     kv_heads = k.shape[2]
     wide_k, wide_v = _expand(q, k, v)
     grad = grad.float()
-    p = (_scores(q, wide_k, scale) - lse[..., None]).exp()
+    p = (_scores(q, wide_k, scale, causal) - lse[..., None]).exp()
     dv = torch.einsum("bhst,bshd->bthd", p, grad)
     dp = torch.einsum("bshd,bthd->bhst", grad, wide_v.float())
     delta = (grad * out.float()).sum(-1).transpose(1, 2)[..., None]
@@ -137,18 +145,29 @@ def varlen_works(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def varlen_forward(q, k, v, offsets, longest, scale):
-    """Flash attention over documents of flattened tokens: q [T, H, D], offsets int32 [n + 1]; lse float32 [H, T]."""
-    out, lse, *_ = _VARLEN_FORWARD(q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scale)
+@dataclass(frozen=True)
+class Spans:
+    """Where documents lie among flattened tokens: int32 [n + 1] boundaries on the device, and the longest of them."""
+
+    offsets: torch.Tensor
+    longest: int
+
+
+def varlen_forward(q, k, v, queries: Spans, keys: Spans, scale, causal):
+    """Flash attention over documents of flattened tokens: q [S, H, D], k and v [T, K, D]; lse float32 [H, S].
+
+    Document i's queries see document i's keys; causal needs as many of the one as of the other.
+    """
+    bounds = (queries.offsets, keys.offsets, queries.longest, keys.longest)
+    out, lse, *_ = _VARLEN_FORWARD(q, k, v, *bounds, 0.0, causal, False, scale=scale)
     return out, lse
 
 
-def varlen_backward(grad, q, k, v, out, lse, offsets, longest, scale):
-    """Gradients of `varlen_forward`."""
+def varlen_backward(grad, q, k, v, out, lse, queries: Spans, keys: Spans, scale, causal):
+    """Gradients of `varlen_forward`; out and lse as in `Kernel`."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of a dropout that isn't there
-    return _VARLEN_BACKWARD(
-        grad.contiguous(), q, k, v, out, lse, offsets, offsets, longest, longest, 0.0, True, unused, unused, scale=scale
-    )
+    bounds = (queries.offsets, keys.offsets, queries.longest, keys.longest)
+    return _VARLEN_BACKWARD(grad.contiguous(), q, k, v, out, lse, *bounds, 0.0, causal, unused, unused, scale=scale)
 
 
 def row_kernel(wanted: str, device: torch.device) -> Kernel:
