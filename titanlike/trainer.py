@@ -38,8 +38,7 @@ from titanlike.launch.faults import fault
 from titanlike.launch.signals import StopFlag
 from titanlike.launch.status import progress
 from titanlike.models import kernels
-from titanlike.models.decoder import Decoder
-from titanlike.models.initial import initial_values, materialise
+from titanlike.models.initial import initial_values
 from titanlike.objectives.base import Objective, objectives
 from titanlike.observe.flops import flops_per_token
 from titanlike.observe.memory import peak_memory
@@ -50,7 +49,8 @@ from titanlike.optim.optimizers import build_optimizer, optimizer_tensors
 from titanlike.optim.schedule import Schedule
 from titanlike.parallel.build import build_model
 from titanlike.parallel.fully_shard import DTYPES
-from titanlike.parallel.mesh import build_mesh
+from titanlike.parallel.mesh import Mesh, build_mesh
+from titanlike.parallel.model import DistributedModel
 
 logger = logging.getLogger("titanlike")
 
@@ -76,8 +76,8 @@ class Totals:
     stop: bool
 
 
-def add_up(objective: Objective, microbatches: Iterable[Batch], stop: bool = False) -> Totals:
-    """Adds the weights and counts of this rank's microbatches (on the host) up over all ranks.
+def add_up(objective: Objective, microbatches: Iterable[Batch], mesh: Mesh, stop: bool = False) -> Totals:
+    """Adds the weights and counts of this rank's microbatches (on the host) up over all ranks, each row once.
 
     The wish to stop travels along: all ranks learn of a signal to one of them in the same step. It runs on the host's
     own process group, so an accelerator's queue is never waited for.
@@ -85,6 +85,7 @@ def add_up(objective: Objective, microbatches: Iterable[Batch], stop: bool = Fal
     sums = torch.zeros(4, dtype=torch.float64)
     for batch in microbatches:
         sums += torch.tensor([objective.weight(batch), batch.token_count(), batch.trained_count(), 0.0])
+    sums *= mesh.speaks_for_rows
     sums[3] = stop
     dist.all_reduce(sums)
     weight, tokens, trained, stops = sums.tolist()
@@ -92,7 +93,7 @@ def add_up(objective: Objective, microbatches: Iterable[Batch], stop: bool = Fal
 
 
 def loss_and_gradients(
-    model: Decoder,
+    model: DistributedModel,
     objective: Objective,
     microbatches: Iterable[Batch],
     weight: float,
@@ -106,23 +107,15 @@ def loss_and_gradients(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in microbatches:
         fault("forward", step)
-        loss = _loss_sum(model, objective, batch.to(device))
-        fault("backward", step)
-        (loss / weight).backward()
-        total += loss.detach()
+        total += model.forward_backward(batch.to(device), objective, weight)
+    fault("backward", step)
+    model.finish_gradients()
     return total
 
 
-def _loss_sum(model: Decoder, objective: Objective, batch: Batch) -> torch.Tensor:
-    # Rows of one document each have the positions 0 … S-1: the model then slices its table instead of gathering it.
-    positions = None if batch.offsets is None else batch.positions
-    log_probs = model(batch.tokens, positions, batch.offsets, labels=batch.labels, reduction=objective.reduction)
-    return objective.loss(log_probs, batch)
-
-
-def mean_loss(loss_sum: torch.Tensor, weight: float) -> float | None:
+def mean_loss(loss_sum: torch.Tensor, weight: float, mesh: Mesh) -> float | None:
     """The loss of a whole global batch from the ranks' sums; None if nothing in it is trained on."""
-    loss_sum = loss_sum.clone()
+    loss_sum = loss_sum * mesh.speaks_for_loss
     dist.all_reduce(loss_sum)
     return loss_sum.item() / weight if weight else None
 
@@ -149,7 +142,11 @@ class Trainer:
         # fresh start.
         layout = batch_layout(config, worker.world_size(), allow_filler=True)
         self.data = build_data(
-            config, tokenizer, rank=worker.rank(), degree=layout.dp_degree, global_batch=layout.global_batch
+            config,
+            tokenizer,
+            rank=layout.degrees.place(worker.rank()).data,
+            degree=layout.dp_degree,
+            global_batch=layout.global_batch,
         )
         if config.debug.deterministic:
             devices.make_deterministic(config.debug.deterministic_warn_only)
@@ -165,7 +162,7 @@ class Trainer:
             config.checkpoint,
             self.folder / config.checkpoint.folder,
             config_text=dump_toml(config),
-            topology=asdict(self.mesh.layout) | {"world": dist.get_world_size()},
+            topology=asdict(layout.degrees) | {"world": dist.get_world_size(), "global_batch": layout.global_batch},
         )
         self.counters = Counters()
         self._warned = False
@@ -186,7 +183,7 @@ class Trainer:
         excluded = set(settings.exclude_from_loading)
         fresh = initial_values(self.model, self.config.debug.seed)
         weights_come = "model" not in excluded and (found or settings.initial_load_path)
-        materialise(self.model, self.device, None if weights_come else fresh)
+        self.model.materialise(self.device, None if weights_come else fresh)
         self.optimizer = build_optimizer(self.model, self.config)
         if found:
             check_origin(found.path, self.config, excluded)
@@ -200,6 +197,7 @@ class Trainer:
         elif settings.initial_load_path:
             tensors = dict(self.model.named_parameters()) if settings.initial_load_model_only else self._tensors()
             self.checkpoints.load_foreign(settings.initial_load_path, tensors)
+        self.model.after_update()
         devices.check_materialised(self.model)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -231,7 +229,7 @@ class Trainer:
                 "run": config.job.description,
                 "model": f"{config.model.name} {config.model.flavor}, {self.model.spec.parameters():,} parameters",
                 "device": f"{dist.get_world_size()} × {devices.device_name(self.device)}",
-                "layout": f"replicate {layout.dp_replicate} × shard {layout.dp_shard}",
+                "layout": str(layout.degrees),
                 "batch": f"{layout.global_batch} sequences of {config.training.seq_len} tokens, "
                 f"microbatches a rank: {layout.accumulation}",
                 "precision": f"{config.training.mixed_precision_param} over {config.training.dtype}",
@@ -288,7 +286,7 @@ class Trainer:
             while counters.step < self.last_step:
                 step = progress.step = counters.step + 1
                 batch = self._next_batch(step)
-                totals = add_up(self.objective, batch.microbatches, stop.raised)
+                totals = add_up(self.objective, batch.microbatches, self.mesh, stop.raised)
                 row = self._train_step(step, batch, totals)
                 self._count(step, totals)
                 self._report(step, batch, row)
@@ -324,15 +322,17 @@ class Trainer:
         loss_sum = loss_and_gradients(
             self.model, self.objective, batch.microbatches, max(totals.weight, 1.0), self.device, step
         )
-        grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_norm)
+        grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_norm, copies=self.model.copies)
         rate = self.schedule.apply(self.optimizer, step)
         self.checkpoints.before_update()
         fault("optimizer", step)
         self.optimizer.step()
+        self.model.after_update()
         self.optimizer.zero_grad(set_to_none=True)
         if not self.metrics.due(step):
             return None
-        return {"loss": mean_loss(loss_sum, totals.weight), "grad_norm": grad_norm.item(), "learning_rate": rate}
+        loss = mean_loss(loss_sum, totals.weight, self.mesh)
+        return {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": rate}
 
     def _count(self, step: int, totals: Totals) -> None:
         self.counters.step = step
@@ -366,7 +366,6 @@ class Trainer:
     def _validates(self, step: int) -> bool:
         return step in (1, self.last_step) or step % self.config.validation.freq == 0
 
-    @torch.no_grad()
     def validate(self, step: int) -> float | None:
         """Mean loss over the trained tokens of the held-out sequences."""
         assert self.data.validation is not None
@@ -375,11 +374,11 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         weight = torch.zeros((), dtype=torch.float64)
         for batch in self.data.validation:
-            weight += self.objective.weight(batch)
-            loss_sum += _loss_sum(self.model, self.objective, batch.to(self.device))
+            weight += self.objective.weight(batch) * self.mesh.speaks_for_rows
+            loss_sum += self.model.loss_sum(batch.to(self.device), self.objective)
         dist.all_reduce(weight)
         self.model.train()
-        return mean_loss(loss_sum, weight.item())
+        return mean_loss(loss_sum, weight.item(), self.mesh)
 
     def _collect_garbage(self, step: int) -> None:
         settings = self.config.training

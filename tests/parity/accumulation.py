@@ -7,18 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.parity.jobs import gathered, take
+from tests.parity.jobs import train_on
 from titanlike.config import Config
 from titanlike.config.derive import batch_layout
 from titanlike.data.batch import IGNORE, Batch, document_offsets
-from titanlike.models.initial import initial_values, materialise
 from titanlike.models.spec import decoder_spec
 from titanlike.objectives.next_token import NextToken
-from titanlike.optim.clip import clip_gradients
-from titanlike.optim.optimizers import build_optimizer
-from titanlike.optim.schedule import Schedule
-from titanlike.parallel.build import build_model
 from titanlike.parallel.mesh import build_mesh
+from titanlike.parallel.model import DistributedModel
 from titanlike.trainer import add_up, loss_and_gradients, mean_loss
 
 
@@ -49,30 +45,15 @@ def train(
     """`steps` steps of the product on this rank. Losses, norms, the first gradients, the last weights; gathered."""
     settings = Config.model_validate(config)
     rows = list(range(len(targets))) if rows is None else rows
-    layout = batch_layout(settings, world)
-    model = build_model(settings, build_mesh(layout, "cpu"))
-    materialise(model, "cpu", initial_values(model, 0))
-    optimizer, schedule = build_optimizer(model, settings), Schedule.of(settings)
-    local, share = settings.training.local_batch_size, len(rows) // layout.dp_degree
-    losses, norms, gradients = [], [], {}
-    for step in range(1, steps + 1):
-        whole = batch_of(step, settings, targets, rows)
-        mine = [take(whole, rank * share + i, local) for i in range(0, share, local)]
-        totals = add_up(NextToken(), mine)
-        assert totals.weight == sum(targets)
-        loss = loss_and_gradients(model, NextToken(), mine, max(totals.weight, 1.0), torch.device("cpu"))
-        if step == 1:
-            gradients = gathered(model, lambda p: p.grad)
-        norms.append(clip_gradients(model.parameters(), settings.training.max_norm).item())
-        schedule.apply(optimizer, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_loss(loss, totals.weight))
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": gathered(model, lambda p: p)}
+    result = train_on(settings, world, steps, lambda step: batch_of(step, settings, targets, rows))
+    assert result["trained_tokens"] == sum(targets)
+    return result
 
 
 class GivenLosses(torch.nn.Module):
     """Stands in for the decoder: its "log-probabilities" are the labels themselves, times a weight of 1."""
+
+    spec = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,9 +83,12 @@ def mean_of_sums(rank: int, world: int) -> dict[str, float]:
             )
         )
     mine = batches[rank::world]
-    model = GivenLosses()
-    totals = add_up(NextToken(), mine)
+    settings = Config()
+    mesh = build_mesh(batch_layout(settings, world), "cpu")
+    part = GivenLosses()
+    model = DistributedModel([part], mesh, settings)
+    totals = add_up(NextToken(), mine, mesh)
     loss = loss_and_gradients(model, NextToken(), mine, totals.weight, torch.device("cpu"))
-    gradient = model.weight.grad
+    gradient = part.weight.grad
     dist.all_reduce(gradient)  # as full sharding does
-    return {"loss": mean_loss(loss, totals.weight), "gradient": gradient.item()}
+    return {"loss": mean_loss(loss, totals.weight, mesh), "gradient": gradient.item()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,34 +67,42 @@ def take(batch: Batch, first: int, count: int) -> Batch:
 def train(rank: int, world: int, *, config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, Any]:
     """`steps` steps of the product on this rank; losses, norms, first gradients and last weights, gathered."""
     settings = Config.model_validate(config)
-    layout = batch_layout(settings, world)
-    model = build_model(settings, build_mesh(layout, "cpu"))
-    materialise(model, "cpu", initial_values(model, 0))
+    return train_on(settings, world, steps, lambda step: rows(step, settings, masks))
+
+
+def train_on(settings: Config, world: int, steps: int, batch_of: Callable[[int], Batch]) -> dict[str, Any]:
+    """The same on any global batches."""
+    mesh = build_mesh(batch_layout(settings, world), "cpu")
+    model = build_model(settings, mesh)
+    model.materialise("cpu", initial_values(model, 0))
+    model.after_update()
     initial = gathered(model, lambda p: p)
     optimizer, schedule = build_optimizer(model, settings), Schedule.of(settings)
     local = settings.training.local_batch_size
-    share = ROWS // layout.dp_degree
-    losses, norms, gradients = [], [], {}
+    losses, norms, gradients, trained = [], [], {}, 0
     for step in range(1, steps + 1):
-        whole = rows(step, settings, masks)
-        mine = [take(whole, rank * share + i, local) for i in range(0, share, local)]
+        whole = batch_of(step)
+        share = len(whole.tokens) // mesh.layout.dp_degree
+        mine = [take(whole, mesh.place.data * share + i, local) for i in range(0, share, local)]
         devices.seed_everything(0, step)
-        totals = add_up(NextToken(), mine)
-        loss = loss_and_gradients(model, NextToken(), mine, totals.weight, torch.device("cpu"))
+        totals = add_up(NextToken(), mine, mesh)
+        trained = totals.trained_tokens
+        loss = loss_and_gradients(model, NextToken(), mine, max(totals.weight, 1.0), torch.device("cpu"))
         if step == 1:
             gradients = gathered(model, lambda p: p.grad)
-        norms.append(clip_gradients(model.parameters(), settings.training.max_norm).item())
+        norms.append(clip_gradients(model.parameters(), settings.training.max_norm, copies=model.copies).item())
         schedule.apply(optimizer, step)
         optimizer.step()
+        model.after_update()
         optimizer.zero_grad()
-        losses.append(mean_loss(loss, totals.weight))
+        losses.append(mean_loss(loss, totals.weight, mesh))
     return {
         "losses": losses,
         "norms": norms,
         "gradients": gradients,
         "weights": gathered(model, lambda p: p),
         "initial": initial,
-        "trained_tokens": totals.trained_tokens,
+        "trained_tokens": trained,
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
     }
 

@@ -7,39 +7,17 @@ a config whose single values are valid; they import no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
+from titanlike.config.checks_parallel import split
 from titanlike.config.derive import batch_problem, degree_problem, degrees, implied_world, written_degrees
-from titanlike.config.nearest import nearest_word
+from titanlike.config.problem import Problem, Rule, not_among
 from titanlike.config.schema import Config
 from titanlike.errors import ConfigError
 
 RECIPES = ("pretrain", "sft", "dpo", "reward", "distill", "grpo", "ppo")
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon", "AdamW8bit", "AdamW4bit", "AdamWFp8")
 CONVERTERS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-    "PipelineScheduleSingle",
-    "PipelineScheduleMulti",
-)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that doesn't fit, and the keys it speaks of."""
-
-    keys: tuple[str, ...]
-    text: str
-
-
-Rule = Callable[[Config], Iterator[Problem]]
 
 
 def find_problems(config: Config, world: int | None = None, *, restart: bool = False) -> list[Problem]:
@@ -49,6 +27,7 @@ def find_problems(config: Config, world: int | None = None, *, restart: bool = F
     """
     found = [problem for rule in RULES for problem in rule(config)]
     found += layout(config, world, restart=restart)
+    found += split(config, world)
     return found
 
 
@@ -86,47 +65,6 @@ def decoder(config: Config) -> Iterator[Problem]:
                 f"{key} = {seq_len}: is longer than the {spec.max_seq_len} of model.flavor = {config.model.flavor!r}"
                 " (model.overrides.max_seq_len changes that)",
             )
-    yield from _split_of_decoder(config, spec.n_heads, spec.n_layers)
-
-
-def _split_of_decoder(config: Config, n_heads: int, n_layers: int) -> Iterator[Problem]:
-    # Fewer key/value heads than ranks are replicated, so only query heads must divide.
-    tensor = config.parallelism.tensor_parallel_degree
-    if tensor > 1 and n_heads % tensor:
-        key = "parallelism.tensor_parallel_degree"
-        yield Problem((key, "model.flavor"), f"{key} = {tensor}: must divide the model's {n_heads} query heads")
-    stages = config.parallelism.pipeline_parallel_degree
-    if stages > n_layers:
-        key = "parallelism.pipeline_parallel_degree"
-        yield Problem((key, "model.flavor"), f"{key} = {stages}: is more than the model's {n_layers} layers")
-
-
-def pipeline(config: Config) -> Iterator[Problem]:
-    """The schedule is one of torch's, and microbatches divide the local batch."""
-    section = config.parallelism
-    known = {name.lower() for name in SCHEDULES}
-    if section.pipeline_parallel_schedule.lower() not in known:
-        yield _not_among("parallelism.pipeline_parallel_schedule", section.pipeline_parallel_schedule, SCHEDULES)
-    local, micro = config.training.local_batch_size, section.pipeline_parallel_microbatch_size
-    if section.pipeline_parallel_degree > 1 and local % micro:
-        key = "parallelism.pipeline_parallel_microbatch_size"
-        text = f"{key} = {micro}: must divide training.local_batch_size = {local} (remainder {local % micro})"
-        yield Problem((key, "training.local_batch_size"), text)
-
-
-def sequence_split(config: Config) -> Iterator[Problem]:
-    """Each context rank gets the same share of a sequence (two shares, where head and tail are paired)."""
-    degree = config.parallelism.context_parallel_degree
-    if degree <= 1:
-        return
-    shares = degree * (2 if config.parallelism.context_parallel_load_balancer == "headtail" else 1)
-    if config.training.seq_len % shares:
-        key = "training.seq_len"
-        text = (
-            f"{key} = {config.training.seq_len}: must be a multiple of {shares} "
-            f"for parallelism.context_parallel_degree = {degree}"
-        )
-        yield Problem((key, "parallelism.context_parallel_degree"), text)
 
 
 def experts(config: Config) -> Iterator[Problem]:
@@ -164,19 +102,19 @@ def _dataset(key: str, name: str, config: Config) -> Iterator[Problem]:
 
     if "/" in name or name in datasets.names() or config.job.imports:
         return
-    yield _not_among(key, name, datasets.names(), "a Hub id such as org/name")
+    yield not_among(key, name, datasets.names(), "a Hub id such as org/name")
 
 
 def recipe(config: Config) -> Iterator[Problem]:
     """The recipe is known."""
     if config.job.recipe not in RECIPES and not config.job.imports:
-        yield _not_among("job.recipe", config.job.recipe, RECIPES)
+        yield not_among("job.recipe", config.job.recipe, RECIPES)
 
 
 def optimizer(config: Config) -> Iterator[Problem]:
     """The optimizer is known, and so is what each parameter group asks for."""
     if config.optimizer.name not in OPTIMIZERS and not config.job.imports:
-        yield _not_among("optimizer.name", config.optimizer.name, OPTIMIZERS)
+        yield not_among("optimizer.name", config.optimizer.name, OPTIMIZERS)
     seen: set[str] = set()
     for n, group in enumerate(config.optimizer.param_groups):
         key = f"optimizer.param_groups[{n}]"
@@ -221,7 +159,7 @@ def precision(config: Config) -> Iterator[Problem]:
     """Converters are known; float8 all-gather goes with one recipe only."""
     for name in config.model.converters:
         if name not in CONVERTERS and not config.job.imports:
-            yield _not_among("model.converters", name, CONVERTERS)
+            yield not_among("model.converters", name, CONVERTERS)
     float8 = config.quantize.linear.float8
     if float8.recipe_name in (None, "tensorwise"):
         return
@@ -240,7 +178,7 @@ def recomputation(config: Config) -> Iterator[Problem]:
         key = "activation_checkpoint.selective_ac_option"
         yield Problem((key,), f'{key} = {option!r}: must be "op" or a number of blocks of at least 1')
     if section.determinism_check not in ("default", "none"):
-        yield _not_among("activation_checkpoint.determinism_check", section.determinism_check, ("default", "none"))
+        yield not_among("activation_checkpoint.determinism_check", section.determinism_check, ("default", "none"))
     if section.mode == "memory_budget" and not (config.compile.enable and "model" in config.compile.components):
         key = "activation_checkpoint.mode"
         text = f'{key} = "memory_budget": needs compile.enable = true with "model" in compile.components'
@@ -272,17 +210,8 @@ def profiler(config: Config) -> Iterator[Problem]:
         yield Problem(("profiling.profile_freq",), text)
 
 
-def _not_among(key: str, value: str, allowed: list[str] | tuple[str, ...], other: str = "") -> Problem:
-    near = nearest_word(value, list(allowed))
-    hint = f"; did you mean {near}?" if near else ""
-    end = f", or {other}" if other else ""
-    return Problem((key,), f"{key} = {value!r}: must be one of {', '.join(allowed)}{end}{hint}")
-
-
 RULES: tuple[Rule, ...] = (
     decoder,
-    pipeline,
-    sequence_split,
     experts,
     data,
     recipe,

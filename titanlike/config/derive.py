@@ -40,18 +40,45 @@ class Degrees:
     def world(self) -> int:
         return self.pipeline * self.replicate * self.shard * self.context * self.tensor
 
+    def place(self, rank: int) -> Place:
+        """Where a rank stands on each axis."""
+        position = {}
+        for name in reversed(DEGREES):
+            rank, position[name] = divmod(rank, getattr(self, name))
+        return Place(**position, data=position["replicate"] * self.shard + position["shard"])
+
+    def __str__(self) -> str:
+        """The axes that are in use, as people say it: "shard 4 × tensor 2"."""
+        used = [f"{name} {getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1]
+        return " × ".join(used) or "one process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Coordinates of one rank on the mesh. Ranks of the same `data` coordinate see the same rows."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+    data: int
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """How the global batch is dealt to ranks and microbatches."""
 
-    dp_replicate: int
-    dp_shard: int
-    dp_degree: int
+    degrees: Degrees
     global_batch: int
     """Sequences of an optimizer step."""
     accumulation: int
     """Microbatches of an optimizer step, the same on every rank."""
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that see different rows."""
+        return self.degrees.data
 
 
 def written_degrees(config: Config) -> dict[str, int]:
@@ -121,9 +148,7 @@ def batch_layout(config: Config, world: int, *, allow_filler: bool = False) -> B
     if not allow_filler and (problem := batch_problem(config, mesh.data)):
         raise ConfigError(problem)
     return BatchLayout(
-        dp_replicate=mesh.replicate,
-        dp_shard=mesh.shard,
-        dp_degree=mesh.data,
+        degrees=mesh,
         global_batch=total,
         accumulation=-(-total // step),
     )

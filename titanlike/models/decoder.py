@@ -11,7 +11,7 @@ A pipeline stage is the same decoder with some modules left out; names and initi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +28,22 @@ _STD = 0.02
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467); statistics in float32."""
 
+    tensor_styles: ClassVar = {"": "replicated"}
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., dim]; a `weight` in hand takes the place of the module's own."""
+        return F.rms_norm(x, x.shape[-1:], self.weight if weight is None else weight, self.eps)
 
 
 class FeedForward(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020, arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    tensor_styles: ClassVar = {"w1": "colwise", "w3": "colwise", "w2": "rowwise"}
 
     def __init__(self, spec: DecoderSpec):
         super().__init__()
@@ -77,6 +82,8 @@ class Decoder(nn.Module):
 
     `seq_len` is the longest row it will see (default: the spec's). Modules that a part doesn't hold don't exist in it.
     """
+
+    tensor_styles: ClassVar = {"tok_embeddings": "vocabulary"}
 
     rope_table: torch.Tensor
     tok_embeddings: nn.Embedding
@@ -149,6 +156,11 @@ class Decoder(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Full logits [..., vocabulary] of hidden states [..., dim]; for generation and tests, never for training."""
         return self.output.logits(hidden, self.tied_weight)
+
+    def all_parameter_names(self) -> set[str]:
+        """The names of the whole model's parameters, also those that this part doesn't hold."""
+        with torch.device("meta"):
+            return {name for name, _ in Decoder(self.spec).named_parameters()}
 
     def initial_stds(self) -> Iterator[tuple[str, float | None]]:
         """Standard deviation of each parameter's initial values, by name; None for ones (norms).

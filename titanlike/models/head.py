@@ -6,19 +6,21 @@ second path. Every objective stands on what it returns.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titanlike.data.batch import IGNORE
-from titanlike.models.linear_cross_entropy import linear_log_probs
+from titanlike.models.linear_cross_entropy import VocabularyShard, linear_log_probs
 from titanlike.models.spec import DecoderSpec
 
 
 class Head(nn.Module):
     """Projects onto the vocabulary. `implementation` "logits" holds full logits: the yardstick for "linear"."""
+
+    tensor_styles: ClassVar = {"": "vocabulary"}
 
     def __init__(self, spec: DecoderSpec, *, implementation: Literal["linear", "logits"], chunk_size: int = 0):
         super().__init__()
@@ -36,9 +38,20 @@ class Head(nn.Module):
         reduction: Literal["none", "sum"] = "none",
     ) -> torch.Tensor:
         """Log-probabilities of labels [B, S] given hidden [B, S, dim]: float32 [B, S], 0 where ignored; or the sum."""
-        weight = self.weight if tied is None else tied
+        return self.log_probs(hidden, self.weight if tied is None else tied, labels, reduction)
+
+    def log_probs(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        reduction: Literal["none", "sum"],
+        shard: VocabularyShard | None = None,
+    ) -> torch.Tensor:
+        """What forward returns, with the weight in hand; with `shard` the weight is some rows of the vocabulary."""
         if self.implementation == "linear":
-            return linear_log_probs(hidden, weight, labels, reduction, self.chunk_size, self.compile_backend)
+            return linear_log_probs(hidden, weight, labels, reduction, self.chunk_size, self.compile_backend, shard)
+        assert shard is None, "full logits need the whole vocabulary"
         logits = F.linear(hidden, weight).float()
         losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none")
         return -losses.sum() if reduction == "sum" else -losses.view_as(labels)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -64,7 +65,13 @@ def materialise(model: nn.Module, device: torch.device | str, source: Source | N
                 shard.local.copy_(source(shard))
 
 
-def initial_values(model: nn.Module, seed: int) -> Source:
+class HasInitialValues(Protocol):
+    """A model that names the standard deviation of each parameter's initial values."""
+
+    def initial_stds(self) -> Iterator[tuple[str, float | None]]: ...
+
+
+def initial_values(model: HasInitialValues, seed: int) -> Source:
     """The source that draws a new model's values, with the standard deviations that the model names."""
     stds = dict(model.initial_stds())
 

@@ -1,26 +1,56 @@
-"""Clipping by the norm of the whole gradient, over all shards."""
+"""Clipping by the norm of the whole gradient, over all shards of all axes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, *, copies: Collection[nn.Parameter] = ()
+) -> torch.Tensor:
     """Scales all gradients so that their global norm is at most `max_norm` (0: leaves them).
 
-    Returns the norm before clipping, a scalar on the device, the same on every rank. Raises nothing for norms that
-    aren't finite: what to do with them is the caller's decision.
+    `copies` are scaled but not counted: another rank counts the same gradient. Returns the norm before clipping, a
+    scalar on the device, the same on every rank. Raises nothing for norms that aren't finite: what to do with them is
+    the caller's decision.
     """
     # A generator would be used up by the norm and leave nothing to scale.
     with_gradients = [p for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in with_gradients])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    known = {id(copy) for copy in copies}
+    norm = _global_norm([p.grad for p in with_gradients if id(p) not in known])
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(with_gradients, max_norm, norm)
     return norm
+
+
+def _global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Every element once, wherever it lies: one sum over the world, which no mesh of a single tensor spans."""
+    device = gradients[0].device if gradients else torch.device("cpu")
+    shards = [local for grad in gradients if _counts_here(grad) and (local := _local(grad)).numel()]
+    norms = torch._foreach_norm(shards) if shards else []
+    # In double: the squares of a large model's norms span more than float32 keeps.
+    total = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _counts_here(grad: torch.Tensor) -> bool:
+    """Whether this rank is the one of all that hold the same elements which counts them."""
+    if not isinstance(grad, DTensor):
+        assert not dist.is_initialized() or dist.get_world_size() == 1, "a gradient without a place on the mesh"
+        return True
+    coordinate = grad.device_mesh.get_coordinate()
+    assert coordinate is not None
+    copied = (isinstance(placement, Replicate) for placement in grad.placements)
+    return not any(copy and position for copy, position in zip(copied, coordinate, strict=True))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,6 +17,18 @@ from titanlike.models.decoder import RMSNorm
 BuildOptimizer = Callable[[list[dict], Config], torch.optim.Optimizer]
 
 optimizers: Registry[BuildOptimizer] = Registry("optimizer")
+
+
+class Named(Protocol):
+    """A model, or one rank's part of it, as the optimizer sees it."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def all_parameter_names(self) -> set[str]:
+        """Names of the whole model's parameters."""
+        ...
 
 
 def _implementation(config: Config) -> dict[str, bool]:
@@ -42,7 +55,7 @@ def _sgd(groups: list[dict], config: Config) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum, foreach=c.implementation != "for-loop")
 
 
-def parameter_kinds(model: nn.Module) -> dict[str, str]:
+def parameter_kinds(model: Named) -> dict[str, str]:
     """Kind of each parameter by name: "norms", "embeddings", "biases" or "weights"."""
     kinds = {}
     for prefix, module in model.named_modules():
@@ -57,36 +70,44 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
     return kinds
 
 
-def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
+def parameter_groups(model: Named, config: Config) -> list[dict]:
     """Groups of parameters with equal settings; each holds its names under "names" and its peak under "peak_lr".
 
     Raises ConfigError for a pattern of `optimizer.param_groups` that matches no parameter.
     """
     settings = config.optimizer
     kinds = parameter_kinds(model)
-    used = [False] * len(settings.param_groups)
+    _check_patterns([group.pattern for group in settings.param_groups], model.all_parameter_names())
     groups: dict[tuple[float, float], dict] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         lr, decay = settings.lr, 0.0 if kinds[name] in settings.no_decay else settings.weight_decay
-        for i, group in enumerate(settings.param_groups):
+        for group in settings.param_groups:
             if re.search(group.pattern, name):
-                used[i] = True
                 lr = group.lr if group.lr is not None else lr * (1.0 if group.lr_factor is None else group.lr_factor)
                 decay = decay if group.weight_decay is None else group.weight_decay
                 break
         entry = groups.setdefault((lr, decay), {"params": [], "names": [], "peak_lr": lr, "weight_decay": decay})
         entry["params"].append(parameter)
         entry["names"].append(name)
-    if missed := [g.pattern for g, hit in zip(settings.param_groups, used, strict=True) if not hit]:
-        raise ConfigError(
-            [f"optimizer.param_groups: pattern {p!r} matches no parameter (that an earlier one left)" for p in missed]
-        )
     return list(groups.values())
 
 
-def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def _check_patterns(patterns: list[str], names: set[str]) -> None:
+    """Every pattern must be the first to match some parameter, of this stage or of another."""
+    missed = []
+    for pattern in patterns:
+        found = {name for name in names if re.search(pattern, name)}
+        missed += [] if found else [pattern]
+        names = names - found
+    if missed:
+        raise ConfigError(
+            [f"optimizer.param_groups: pattern {p!r} matches no parameter (that an earlier one left)" for p in missed]
+        )
+
+
+def build_optimizer(model: Named, config: Config) -> torch.optim.Optimizer:
     """The optimizer of `[optimizer]` over the model's trainable parameters."""
     build = optimizers.get(config.optimizer.name, "optimizer.name")
     return build(parameter_groups(model, config), config)

@@ -1,8 +1,9 @@
 """From a config to this rank's part of the model, in the one fixed order that everything composes in.
 
-    meta device → activation checkpointing → compile per block → fully sharded
+    meta device → pipeline split → tensor/sequence → context → activation checkpointing → compile per block →
+    fully sharded
 
-Nothing has memory yet when this is done: `models.initial.materialise` gives each rank its own shard and no more.
+Nothing has memory yet when this is done: `DistributedModel.materialise` gives each rank its own shard and no more.
 """
 
 from __future__ import annotations
@@ -15,15 +16,28 @@ from titanlike.config import Config
 from titanlike.converters.activation_checkpoint import apply_activation_checkpointing
 from titanlike.converters.compile import apply_compile
 from titanlike.models.decoder import Decoder
-from titanlike.models.spec import decoder_spec
+from titanlike.models.spec import Part, decoder_spec
 from titanlike.parallel.fully_shard import DTYPES, shard_model
 from titanlike.parallel.mesh import Mesh
+from titanlike.parallel.model import DistributedModel
+from titanlike.parallel.tensor import apply_tensor
 
 logger = logging.getLogger("titanlike")
 
 
-def build_model(config: Config, mesh: Mesh) -> Decoder:
-    """The sharded model on the meta device."""
+def build_model(config: Config, mesh: Mesh) -> DistributedModel:
+    """This rank's part of the model, on the meta device."""
+    if mesh.pipeline is None:
+        return DistributedModel([_build_part(config, mesh, None)], mesh, config)
+    from titanlike.parallel.pipeline import Pipeline
+    from titanlike.parallel.stages import plan_stages
+
+    stages = plan_stages(config, decoder_spec(config))
+    parts = [_build_part(config, mesh, stage.part) for stage in stages.of_rank(mesh.place.pipeline)]
+    return DistributedModel(parts, mesh, config, Pipeline(parts, stages, mesh, config))
+
+
+def _build_part(config: Config, mesh: Mesh, part: Part | None) -> Decoder:
     with torch.device("meta"):
         model = Decoder(
             decoder_spec(config),
@@ -31,8 +45,21 @@ def build_model(config: Config, mesh: Mesh) -> Decoder:
             seq_len=max(config.training.seq_len, config.validation.seq_len or 0),
             loss=config.loss.implementation,
             chunk_size=config.loss.chunk_size,
+            part=part,
         )
     model.to(DTYPES[config.training.dtype])
+    if mesh.tensor is not None:
+        apply_tensor(
+            model,
+            mesh.tensor,
+            sequence=config.parallelism.enable_sequence_parallel,
+            # The yardstick holds full logits.
+            whole_head=config.parallelism.disable_loss_parallel or config.loss.implementation == "logits",
+        )
+    if mesh.context is not None:
+        from titanlike.parallel.context import apply_context
+
+        apply_context(model, mesh.context, config)
     apply_activation_checkpointing(model, config)
     apply_compile(model, config)
     shard_model(model, mesh.shards, config)

@@ -6,9 +6,11 @@ Plain replication is the same with one shard; so is a single process, which keep
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanlike.config import Config
 from titanlike.models.decoder import Decoder
@@ -27,23 +29,46 @@ def precision_policy(config: Config) -> MixedPrecisionPolicy:
     )
 
 
+def reshards(config: Config) -> bool:
+    """Whether blocks give their gathered weights back between forward and backward.
+
+    By default not under pipelining: each microbatch would gather them again.
+    """
+    policy = config.parallelism.fsdp_reshard_after_forward
+    return policy == "always" or (policy == "default" and config.parallelism.pipeline_parallel_degree == 1)
+
+
 def shard_model(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
     """Shards each block, the embedding, and norm + head as groups of their own; in place, on the meta device too."""
-    policy = precision_policy(config)
-    policy_name = config.parallelism.fsdp_reshard_after_forward
     # With one shard there is nothing to give back between forward and backward.
-    reshard = mesh["shard"].size() > 1 and policy_name != "never"
-    options = {"mesh": mesh, "mp_policy": policy}
+    reshard = mesh["shard"].size() > 1 and reshards(config)
+    options = {"mesh": mesh, "mp_policy": precision_policy(config)}
+    if config.training.enable_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    tied, part = model.spec.tied_head, model.part
     # A tied weight is used by the embedding and by the head: it stays in the root's group, gathered from start to end.
-    if not model.spec.tied_head:
+    if part.first and not tied:
         fully_shard(model.tok_embeddings, **options, reshard_after_forward=reshard)
     for block in model.layers.values():
         fully_shard(block, **options, reshard_after_forward=reshard)
-    if not model.spec.tied_head:
-        # The backward starts here at once, so giving the weights back first would only gather them again.
-        fully_shard([model.norm, model.output], **options, reshard_after_forward=reshard and policy_name == "always")
+    if part.last and not tied:
+        # The backward starts here at once, so giving the weights back first would only gather them again. A schedule
+        # that splits the backward also needs them in place.
+        always = config.parallelism.fsdp_reshard_after_forward == "always" and part.first
+        fully_shard([model.norm, model.output], **options, reshard_after_forward=reshard and always)
     fully_shard(model, **options, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    _prefetch_neighbours(list(model.layers.values()))
+
+
+def _prefetch_neighbours(blocks: list) -> None:
+    """Has each block's weights gathered while its neighbour computes.
+
+    FSDP does so by itself only as fast as the host issues work, which a slow host does too late.
+    """
+    for block, following in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])

@@ -1,0 +1,119 @@
+"""One rank's part of the model, and the way that a microbatch takes through it.
+
+The trainer hands over whole rows; what of them this rank computes, and which ranks know the loss, is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from titanlike.config import Config
+from titanlike.data.batch import Batch
+from titanlike.models.decoder import Decoder
+from titanlike.models.initial import Source, materialise
+from titanlike.objectives.base import Objective
+from titanlike.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from titanlike.parallel.pipeline import Pipeline
+
+
+class DistributedModel:
+    """The parts that this rank holds: one, or several stages of a pipeline."""
+
+    def __init__(self, parts: list[Decoder], mesh: Mesh, config: Config, pipeline: Pipeline | None = None):
+        self.parts = parts
+        self.spec = parts[0].spec
+        self._mesh, self._config, self._pipeline = mesh, config, pipeline
+
+    # ---- what it consists of
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each of this rank's parameters once, by its name in the whole model."""
+        followers = self._pipeline.followers if self._pipeline else set()
+        for part in self.parts:
+            yield from ((name, p) for name, p in part.named_parameters() if p not in followers)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for part in self.parts:
+            yield from part.named_modules()
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for part in self.parts:
+            yield from part.named_buffers()
+
+    def initial_stds(self) -> Iterator[tuple[str, float | None]]:
+        """See `Decoder.initial_stds`."""
+        for part in self.parts:
+            yield from part.initial_stds()
+
+    @property
+    def copies(self) -> set[nn.Parameter]:
+        """Parameters of this rank that another rank holds too, and counts."""
+        return self._pipeline.copies if self._pipeline else set()
+
+    def all_parameter_names(self) -> set[str]:
+        """The names of the whole model's parameters, those of other stages too."""
+        return self.parts[0].all_parameter_names()
+
+    def materialise(self, device: torch.device | str, source: Source | None) -> None:
+        """Gives the parts their memory and, if there is a source, their values; see `models.initial`."""
+        for part in self.parts:
+            materialise(part, device, source)
+
+    def train(self) -> None:
+        for part in self.parts:
+            part.train()
+
+    def eval(self) -> None:
+        for part in self.parts:
+            part.eval()
+
+    # ---- what it computes
+
+    def forward_backward(self, batch: Batch, objective: Objective, weight: float) -> torch.Tensor:
+        """Adds the gradients of one microbatch's loss / weight up; `batch` is on the device.
+
+        Returns the loss sum of this rank's tokens, float64, without gradient; zero where another rank knows it.
+        """
+        if self._pipeline:
+            return self._pipeline.forward_backward(batch, objective, weight)
+        loss = self._loss(batch, objective)
+        (loss / weight).backward()
+        return loss.detach().double()
+
+    @torch.no_grad()
+    def loss_sum(self, batch: Batch, objective: Objective) -> torch.Tensor:
+        """The loss sum of this rank's tokens, float64; zero where another rank knows it."""
+        if self._pipeline:
+            return self._pipeline.loss_sum(batch, objective)
+        return self._loss(batch, objective).double()
+
+    def _loss(self, batch: Batch, objective: Objective) -> torch.Tensor:
+        # Rows of one document each have the positions 0 … S-1: the model then slices its table instead of gathering.
+        positions = None if batch.offsets is None else batch.positions
+        if self._mesh.context is not None:
+            from titanlike.parallel.context import cut
+
+            batch = cut(batch, self._mesh, self._config)
+            positions = batch.positions
+        (part,) = self.parts
+        log_probs = part(batch.tokens, positions, batch.offsets, labels=batch.labels, reduction=objective.reduction)
+        return objective.loss(log_probs, batch)
+
+    def finish_gradients(self) -> None:
+        """Once all microbatches of a step are through: adds up what several stages know a part of."""
+        if self._pipeline:
+            self._pipeline.finish_gradients()
+
+    def after_update(self) -> None:
+        """Once the weights have changed, by an update or by loading."""
+        if self._pipeline:
+            self._pipeline.after_update()
