@@ -46,6 +46,13 @@ class Batch:
 
         return type(self)(**{f.name: pin(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
+    def rows(self, first: int, count: int) -> Batch:
+        """`count` rows from row `first` on, as a batch of their own."""
+        part = slice(first, first + count)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "offsets"}
+        cut = {name: value[part] if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
+        return type(self)(**cut, offsets=None if self.offsets is None else document_offsets(cut["documents"]))
+
     def token_count(self) -> int:
         """Tokens of documents (padding and filler rows left out)."""
         return int((self.documents >= 0).sum())
