@@ -39,9 +39,9 @@ def make_config():
 
 @pytest.fixture(scope="session")
 def pool():
-    """Four worker processes for all tests that need ranks."""
+    """Worker processes for all tests that need ranks."""
     from tests.pool import Pool
 
-    pool = Pool(4)
+    pool = Pool()
     yield pool
     pool.close()

@@ -1,6 +1,6 @@
 """Worker processes that serve many checks: starting ranks costs more than most of what they are asked.
 
-    with Pool(4) as pool:
+    pool = Pool()
         results = pool.run("tests.parity.jobs:losses", world=2, config={...})   # what each of the 2 ranks returned
 
 A job is a function by its dotted name, called with rank and world and the arguments, inside a fresh gloo group of that
@@ -20,22 +20,25 @@ from typing import Any
 
 
 class Pool:
-    """`size` spawned processes with one thread each, alive until `close`."""
+    """Spawned processes with one thread each, alive until `close`; as many as the largest world that was asked for."""
 
-    def __init__(self, size: int):
-        context = multiprocessing.get_context("spawn")
-        self._ends = []
-        self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs))
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._ends: list[Any] = []
+        self._processes: list[Any] = []
+
+    def _grow(self, size: int) -> None:
+        for rank in range(len(self._ends), size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs))
             process.start()
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
 
-    def run(self, job: str, *, world: int, group: bool = True, timeout: float = 120, **arguments: Any) -> list[Any]:
+    def run(self, job: str, *, world: int, group: bool = True, timeout: float = 300, **arguments: Any) -> list[Any]:
         """Runs the job on ranks 0 … world-1; returns their results in order, or raises the first rank's failure."""
+        self._grow(world)
         port = _free_port()
         with tempfile.TemporaryDirectory() as folder:
             for end in self._ends[:world]:

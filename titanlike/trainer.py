@@ -48,7 +48,7 @@ from titanlike.optim.clip import clip_gradients
 from titanlike.optim.optimizers import build_optimizer, optimizer_tensors
 from titanlike.optim.schedule import Schedule
 from titanlike.parallel.build import build_model
-from titanlike.parallel.fully_shard import DTYPES
+from titanlike.parallel.fully_shard import DTYPES, check_device
 from titanlike.parallel.mesh import Mesh, build_mesh
 from titanlike.parallel.model import DistributedModel
 
@@ -152,6 +152,7 @@ class Trainer:
             devices.make_deterministic(config.debug.deterministic_warn_only)
         self.device = devices.local_device()
         kernels.check(config.model.attention, self.device, DTYPES[config.training.mixed_precision_param])
+        check_device(config, self.device)
         traces = self.folder / config.comm.save_traces_folder
         devices.record_collectives(config.comm.trace_buf_size, traces / config.comm.save_traces_file_prefix)
         devices.start_process_group(self.device, config.comm.init_timeout_seconds)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from titanlike.config.derive import degree_problem, degrees
+from titanlike.config.derive import DEGREES, degree_problem, degrees
 from titanlike.config.problem import Problem, not_among
 from titanlike.config.schema import Config
 from titanlike.errors import ConfigError
@@ -14,6 +14,10 @@ from titanlike.errors import ConfigError
 if TYPE_CHECKING:
     from titanlike.models.spec import DecoderSpec
 
+TENSOR, CONTEXT = DEGREES["tensor"], DEGREES["context"]
+METHOD = "parallelism.context_parallel_rotate_method"
+BALANCER = "parallelism.context_parallel_load_balancer"
+ASYNC = "parallelism.enable_async_tensor_parallel"
 _KEY = re.compile(r"(parallelism|training|model|compile)\.[a-z_0-9.]+\w")
 
 
@@ -21,37 +25,73 @@ def split(config: Config, world: int | None) -> Iterator[Problem]:
     """Everything of this module, with the number of processes if it is known."""
     from titanlike.models.spec import decoder_spec
 
-    yield from sequences(config)
+    yield from sequences(config, world)
+    yield from overlap(config, world)
     try:
         spec = decoder_spec(config)
     except ConfigError:  # said elsewhere, or a name that an imported module knows
         spec = None
     if spec:
-        yield from heads(config, spec)
+        yield from heads(config, spec, world)
     yield from pipeline(config, spec, world)
 
 
-def heads(config: Config, spec: DecoderSpec) -> Iterator[Problem]:
-    """Query heads divide. Fewer key/value heads than ranks are replicated, so they need not."""
-    tensor = config.parallelism.tensor_parallel_degree
-    if tensor > 1 and spec.n_heads % tensor:
-        key = "parallelism.tensor_parallel_degree"
-        yield Problem((key, "model.flavor"), f"{key} = {tensor}: must divide the model's {spec.n_heads} query heads")
+def heads(config: Config, spec: DecoderSpec, world: int | None) -> Iterator[Problem]:
+    """Each rank gets whole heads, and rows of the vocabulary."""
+    tensor, context = _degree(config, world, "tensor") or 1, _degree(config, world, "context") or 1
+    if tensor > 1:
+        for text in _tensor_problems(tensor, spec):
+            yield Problem((TENSOR, "model.flavor"), f"{TENSOR} = {tensor}: {text}")
+    own = spec.n_heads // tensor
+    if config.parallelism.context_parallel_rotate_method == "ulysses" and own % context:
+        text = (
+            f"{METHOD} = 'ulysses': {CONTEXT} = {context} must divide the {own} query heads of each tensor rank; "
+            '"alltoall" and "allgather" take any number of heads'
+        )
+        yield Problem((METHOD, CONTEXT, "model.flavor"), text)
 
 
-def sequences(config: Config) -> Iterator[Problem]:
+def _tensor_problems(tensor: int, spec: DecoderSpec) -> Iterator[str]:
+    if spec.n_heads % tensor:
+        yield f"must divide the model's {spec.n_heads} query heads"
+    # Fewer key/value heads than ranks are replicated.
+    elif spec.n_kv_heads % tensor and tensor % spec.n_kv_heads:
+        yield f"must divide the model's {spec.n_kv_heads} key/value heads, or be a multiple of them"
+    if (tensor - 1) * -(-spec.vocab_size // tensor) >= spec.vocab_size:
+        yield f"leaves ranks without any of the vocabulary's {spec.vocab_size} rows"
+
+
+def sequences(config: Config, world: int | None) -> Iterator[Problem]:
     """Each context rank gets the same share of a sequence (two shares, where head and tail are paired)."""
-    degree = config.parallelism.context_parallel_degree
+    degree = _degree(config, world, "context") or 1
     if degree <= 1:
         return
-    shares = degree * (2 if config.parallelism.context_parallel_load_balancer == "headtail" else 1)
-    if config.training.seq_len % shares:
-        key = "training.seq_len"
+    if config.parallelism.context_parallel_load_balancer == "ptrr":
         text = (
-            f"{key} = {config.training.seq_len}: must be a multiple of {shares} "
-            f"for parallelism.context_parallel_degree = {degree}"
+            f"{BALANCER} = 'ptrr': deals out the blocks of a FlexAttention mask, which this attention does without; "
+            '"headtail" balances causal attention'
         )
-        yield Problem((key, "parallelism.context_parallel_degree"), text)
+        yield Problem((BALANCER,), text)
+    shares = degree * (2 if config.parallelism.context_parallel_load_balancer == "headtail" else 1)
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.validation.enable and config.validation.seq_len:
+        lengths["validation.seq_len"] = config.validation.seq_len
+    for key, length in lengths.items():
+        if length % shares:
+            yield Problem((key, CONTEXT), f"{key} = {length}: must be a multiple of {shares} for {CONTEXT} = {degree}")
+
+
+def overlap(config: Config, world: int | None) -> Iterator[Problem]:
+    """Asynchronous tensor parallelism is a rewriting of compiled blocks that gather and scatter tokens."""
+    section = config.parallelism
+    if not section.enable_async_tensor_parallel or _degree(config, world, "tensor") == 1:
+        return
+    if not (config.compile.enable and "model" in config.compile.components):
+        text = f'{ASYNC} = true: needs compile.enable = true with "model" in compile.components'
+        yield Problem((ASYNC, "compile.enable"), text)
+    if not section.enable_sequence_parallel:
+        key = "parallelism.enable_sequence_parallel"
+        yield Problem((ASYNC, key), f"{ASYNC} = true: needs {key} = true")
 
 
 def pipeline(config: Config, spec: DecoderSpec | None, world: int | None) -> Iterator[Problem]:
@@ -63,7 +103,7 @@ def pipeline(config: Config, spec: DecoderSpec | None, world: int | None) -> Ite
     if name.lower() not in {known.lower() for known in SCHEDULES}:
         yield not_among(key, name, list(SCHEDULES))
         return
-    degree = _pipeline_degree(config, world)
+    degree = _degree(config, world, "pipeline")
     if degree is None or degree <= 1 or spec is None:
         return
     halves = schedule_named(name).splits_backward
@@ -72,19 +112,29 @@ def pipeline(config: Config, spec: DecoderSpec | None, world: int | None) -> Ite
         halves = table.splits_backward if table else halves
     except ConfigError as error:
         yield from (Problem(_keys(text), text) for text in error.problems)
-    if halves and config.compile.enable and "model" in config.compile.components:
-        text = (
-            f"{key} = {name!r}: takes the gradients of inputs and of weights apart, which compiled blocks can't; "
-            'take "model" out of compile.components, or another schedule'
-        )
+    if halves:
+        yield from _halves(config, key)
+
+
+def _halves(config: Config, key: str) -> Iterator[Problem]:
+    """What doesn't go with schedules that take the gradients of a stage's inputs and weights at different times."""
+    clash = f"{key} = {config.parallelism.pipeline_parallel_schedule!r}: takes gradients of inputs and of weights apart"
+    if config.compile.enable and "model" in config.compile.components:
+        text = f'{clash}, which compiled blocks can\'t; take "model" out of compile.components, or another schedule'
         yield Problem((key, "compile.components"), text)
+    # Weights that were given back are others when the backward asks for them: torch leaves them without a gradient.
+    resharding = "parallelism.fsdp_reshard_after_forward"
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        text = f'{clash}, for which weights stay gathered; {resharding} = "always" goes with other schedules'
+        yield Problem((key, resharding), text)
 
 
-def _pipeline_degree(config: Config, world: int | None) -> int | None:
-    written = config.parallelism.pipeline_parallel_degree
+def _degree(config: Config, world: int | None, axis: str) -> int | None:
+    """The degree of an axis; None where it is what is left of processes whose number isn't known or doesn't fit."""
+    written = getattr(config.parallelism, DEGREES[axis].split(".")[1])
     if written != -1:
         return written
-    return degrees(config, world).pipeline if world and not degree_problem(config, world) else None
+    return getattr(degrees(config, world), axis) if world and not degree_problem(config, world) else None
 
 
 def _keys(text: str) -> tuple[str, ...]:

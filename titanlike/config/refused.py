@@ -39,9 +39,6 @@ BUILT: dict[str, tuple[object, ...]] = {
     "checkpoint.exclude_from_loading": ("model", "optimizer", "dataloader", "train_state"),
     "activation_checkpoint.mode": ("none", "full", "selective"),
     "compile.components": ("model", "loss"),
-    "parallelism.pipeline_parallel_degree": (1,),
-    "parallelism.tensor_parallel_degree": (1,),
-    "parallelism.context_parallel_degree": (1,),
     "parallelism.expert_parallel_degree": (1,),
     "parallelism.expert_tensor_parallel_degree": (1,),
 }
@@ -56,7 +53,6 @@ DEFAULT_ONLY = (
     "data.sources",
     "data.stages",
     "data.stream",
-    "training.enable_cpu_offload",
     "training.activation_offload",
     "optimizer.in_backward",
     "optimizer.in_backward_clip",

@@ -50,12 +50,15 @@ Source = Callable[[Shard], torch.Tensor]
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, device: torch.device | str, source: Source | None) -> None:
+def materialise(
+    model: nn.Module, device: torch.device | str, source: Source | None, *, parameters_on: str | None = None
+) -> None:
     """Gives a model built on the meta device its memory, buffers and, shard by shard, the values that `source` returns.
 
-    Without a source the values are left for a checkpoint to fill in.
+    Without a source the values are left for a checkpoint to fill in. `parameters_on` is where parameters rest if that
+    isn't the device.
     """
-    model.to_empty(device=device)
+    model.to_empty(device=parameters_on or device)
     for module in model.modules():
         if reset := getattr(module, "reset_buffers", None):
             reset(device)

@@ -17,9 +17,11 @@ from titanlike.converters.activation_checkpoint import apply_activation_checkpoi
 from titanlike.converters.compile import apply_compile
 from titanlike.models.decoder import Decoder
 from titanlike.models.spec import Part, decoder_spec
+from titanlike.parallel.context import apply_context
 from titanlike.parallel.fully_shard import DTYPES, shard_model
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.model import DistributedModel
+from titanlike.parallel.stages import plan_stages
 from titanlike.parallel.tensor import apply_tensor
 
 logger = logging.getLogger("titanlike")
@@ -29,12 +31,12 @@ def build_model(config: Config, mesh: Mesh) -> DistributedModel:
     """This rank's part of the model, on the meta device."""
     if mesh.pipeline is None:
         return DistributedModel([_build_part(config, mesh, None)], mesh, config)
-    from titanlike.parallel.pipeline import Pipeline
-    from titanlike.parallel.stages import plan_stages
-
-    stages = plan_stages(config, decoder_spec(config))
-    parts = [_build_part(config, mesh, stage.part) for stage in stages.of_rank(mesh.place.pipeline)]
-    return DistributedModel(parts, mesh, config, Pipeline(parts, stages, mesh, config))
+    plan = plan_stages(config, decoder_spec(config), mesh.degrees.pipeline)
+    logger.info("pipeline schedule %s over %d stages:", plan.schedule, len(plan.stages))
+    for line in plan.lines():
+        logger.info("%s", line)
+    parts = [_build_part(config, mesh, stage.part) for stage in plan.of_rank(mesh.place.pipeline)]
+    return DistributedModel(parts, mesh, config, plan)
 
 
 def _build_part(config: Config, mesh: Mesh, part: Part | None) -> Decoder:
@@ -53,13 +55,12 @@ def _build_part(config: Config, mesh: Mesh, part: Part | None) -> Decoder:
             model,
             mesh.tensor,
             sequence=config.parallelism.enable_sequence_parallel,
+            overlap=config.parallelism.enable_async_tensor_parallel,
             # The yardstick holds full logits.
             whole_head=config.parallelism.disable_loss_parallel or config.loss.implementation == "logits",
         )
     if mesh.context is not None:
-        from titanlike.parallel.context import apply_context
-
-        apply_context(model, mesh.context, config)
+        apply_context(model, mesh.context, config.parallelism)
     apply_activation_checkpointing(model, config)
     apply_compile(model, config)
     shard_model(model, mesh.shards, config)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanlike.config import Config
+from titanlike.errors import ConfigError
 from titanlike.models.decoder import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,6 +28,18 @@ def precision_policy(config: Config) -> MixedPrecisionPolicy:
         reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
         cast_forward_inputs=False,  # rotary tables stay float32
     )
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """Refuses what needs an accelerator where there is none; raises ConfigError."""
+    needs = {
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
+    }
+    if device.type == "cpu" and any(needs.values()):
+        raise ConfigError(
+            [f"{key} = true: needs an accelerator; this run is on the CPU" for key in needs if needs[key]]
+        )
 
 
 def reshards(config: Config) -> bool:

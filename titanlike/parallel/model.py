@@ -6,7 +6,6 @@ The trainer hands over whole rows; what of them this rank computes, and which ra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,19 +15,21 @@ from titanlike.data.batch import Batch
 from titanlike.models.decoder import Decoder
 from titanlike.models.initial import Source, materialise
 from titanlike.objectives.base import Objective
+from titanlike.parallel.context import cut
 from titanlike.parallel.mesh import Mesh
-
-if TYPE_CHECKING:
-    from titanlike.parallel.pipeline import Pipeline
+from titanlike.parallel.pipeline import Pipeline
+from titanlike.parallel.stages import StagePlan
 
 
 class DistributedModel:
     """The parts that this rank holds: one, or several stages of a pipeline."""
 
-    def __init__(self, parts: list[Decoder], mesh: Mesh, config: Config, pipeline: Pipeline | None = None):
+    def __init__(self, parts: list[Decoder], mesh: Mesh, config: Config, plan: StagePlan | None = None):
         self.parts = parts
         self.spec = parts[0].spec
-        self._mesh, self._config, self._pipeline = mesh, config, pipeline
+        self._mesh, self._balancer = mesh, config.parallelism.context_parallel_load_balancer
+        self._offloads = config.training.enable_cpu_offload
+        self._pipeline = Pipeline(parts, plan, mesh, config, cut=self._own_columns) if plan else None
 
     # ---- what it consists of
 
@@ -65,8 +66,9 @@ class DistributedModel:
 
     def materialise(self, device: torch.device | str, source: Source | None) -> None:
         """Gives the parts their memory and, if there is a source, their values; see `models.initial`."""
+        rest = "cpu" if self._offloads else None
         for part in self.parts:
-            materialise(part, device, source)
+            materialise(part, device, source, parameters_on=rest)
 
     def train(self) -> None:
         for part in self.parts:
@@ -97,16 +99,19 @@ class DistributedModel:
         return self._loss(batch, objective).double()
 
     def _loss(self, batch: Batch, objective: Objective) -> torch.Tensor:
-        # Rows of one document each have the positions 0 … S-1: the model then slices its table instead of gathering.
-        positions = None if batch.offsets is None else batch.positions
-        if self._mesh.context is not None:
-            from titanlike.parallel.context import cut
-
-            batch = cut(batch, self._mesh, self._config)
-            positions = batch.positions
+        # Whole rows of one document have the positions 0 … S-1: the model then slices its table instead of gathering.
+        is_plain = batch.offsets is None and self._mesh.context is None
+        batch = self._own_columns(batch)
+        positions = None if is_plain else batch.positions
         (part,) = self.parts
         log_probs = part(batch.tokens, positions, batch.offsets, labels=batch.labels, reduction=objective.reduction)
         return objective.loss(log_probs, batch)
+
+    def _own_columns(self, batch: Batch) -> Batch:
+        """What this rank computes of whole rows."""
+        if self._mesh.context is None:
+            return batch
+        return cut(batch, self._mesh.place.context, self._mesh.degrees.context, self._balancer)
 
     def finish_gradients(self) -> None:
         """Once all microbatches of a step are through: adds up what several stages know a part of."""

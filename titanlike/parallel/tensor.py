@@ -201,10 +201,11 @@ def first_row(weight: torch.Tensor, axis: TensorAxis) -> int:
 # ---- application ---------------------------------------------------------------------------------------------------
 
 
-def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence: bool, whole_head: bool) -> None:
+def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence: bool, whole_head: bool, overlap: bool) -> None:
     """Spreads the model over the 1-D tensor mesh by the styles its modules declare; in place, on the meta device too.
 
-    `whole_head`: gather the head for the loss instead of computing with the vocabulary split.
+    `whole_head`: gather the head for the loss instead of computing with the vocabulary split. `overlap`: have compiled
+    blocks exchange tokens in pieces, while the pieces that are there are multiplied.
     """
     axis = TensorAxis(mesh, mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), sequence)
     for module in list(model.modules()):
@@ -218,8 +219,19 @@ def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence: bool, whole_head
     for module in model.modules():
         if isinstance(module, VocabularyHead):
             module.whole = whole_head
+    if overlap:
+        _overlap_in_compiled_blocks(axis.group)
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not left, f"no module declares a tensor style for {left}"
+
+
+def _overlap_in_compiled_blocks(group: str) -> None:
+    """Torch rewrites gather → product and product → scatter over symmetric memory, on GPUs with direct links."""
+    from torch._inductor import config as inductor
+    from torch.distributed import _symmetric_memory
+
+    inductor._micro_pipeline_tp = True
+    _symmetric_memory.enable_symm_mem_for_group(group)
 
 
 def _colwise(linear: nn.Linear, axis: TensorAxis, owner: nn.Module) -> None:
