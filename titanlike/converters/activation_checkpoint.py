@@ -11,13 +11,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlike.config import Config
 from titanlike.models.decoder import Decoder
+from titanlike.parallel import context  # noqa: F401  (its operators are named below)
 
 
 def _saved_operators() -> set:
-    """Operators whose results selective checkpointing keeps: they cost most to recompute."""
+    """Operators whose results selective checkpointing keeps: they cost most to recompute, or talk to other ranks."""
     aten = torch.ops.aten
     return {
         torch.ops.titanlike.document_attention.default,
+        torch.ops.titanlike.context_attention.default,
+        torch.ops.titanlike.exchange.default,
         aten.mm.default,
         aten.addmm.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
