@@ -246,11 +246,16 @@ def test_everything_that_is_wrong_is_said_at_once():
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_halves_of_a_backward_and_compiled_blocks(schedule):
-    argv = [*arguments(8, 2, schedule=schedule), "--compile.enable"]
-    (problem,) = refused(*argv)
-    assert f"pipeline_parallel_schedule = '{schedule}'" in problem and "compile.components" in problem
-    planned(*argv, "--compile.components=loss")
+def test_what_does_not_go_with_halves_of_a_backward(schedule):
+    argv = arguments(8, 2, schedule=schedule)
+    clashes = ["--compile.enable", "--parallelism.fsdp_reshard_after_forward=always"]
+    clashes += ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+    compiled, resharded, recomputed = refused(*argv, *clashes)
+    assert all(f"pipeline_parallel_schedule = '{schedule}'" in text for text in (compiled, resharded, recomputed))
+    assert "compile.components" in compiled and 'fsdp_reshard_after_forward = "always"' in resharded
+    assert 'selective_ac_option = "op"' in recomputed
+    planned(*argv, "--compile.enable", "--compile.components=loss", "--activation_checkpoint.mode=full")
+    load_config([*arguments(8, 2, schedule="Interleaved1F1B"), *clashes])
 
 
 # ---- a schedule of the user's own

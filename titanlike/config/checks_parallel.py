@@ -127,6 +127,14 @@ def _halves(config: Config, key: str) -> Iterator[Problem]:
     if config.parallelism.fsdp_reshard_after_forward == "always":
         text = f'{clash}, for which weights stay gathered; {resharding} = "always" goes with other schedules'
         yield Problem((key, resharding), text)
+    recomputing = config.activation_checkpoint
+    if recomputing.mode == "selective" and recomputing.selective_ac_option == "op":
+        option = "activation_checkpoint.selective_ac_option"
+        text = (
+            f'{clash}, for which torch recomputes a block twice; {option} = "op" lets it once. Take a number of blocks '
+            'there, or activation_checkpoint.mode = "full"'
+        )
+        yield Problem((key, option), text)
 
 
 def _degree(config: Config, world: int | None, axis: str) -> int | None:

@@ -14,5 +14,5 @@ def apply_compile(model: Decoder, config: Config) -> None:
     if "model" in settings.components:
         for block in model.layers.values():
             block.compile(backend=settings.backend, fullgraph=True)
-    if "loss" in settings.components:
+    if "loss" in settings.components and model.part.last:
         model.output.compile_loss(settings.backend)
