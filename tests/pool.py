@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import traceback
 from typing import Any
@@ -91,3 +92,5 @@ def _serve(rank: int, end: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if dynamo := sys.modules.get("torch._dynamo"):
+                dynamo.reset()  # what one job compiled counts towards the next one's limit of recompilations

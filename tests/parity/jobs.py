@@ -70,6 +70,11 @@ def train(rank: int, world: int, *, config: dict[str, Any], steps: int, masks: s
     return train_on(settings, world, steps, lambda step: rows(step, settings, masks))
 
 
+def train_each(rank: int, world: int, *, runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """`train` for each of `runs` (config, masks): one start of the ranks serves them all."""
+    return [train(rank, world, steps=steps, **run) for run in runs]
+
+
 def train_on(settings: Config, world: int, steps: int, batch_of: Callable[[int], Batch]) -> dict[str, Any]:
     """The same on any global batches."""
     mesh = build_mesh(batch_layout(settings, world), "cpu")
@@ -139,3 +144,12 @@ def plain(config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, 
         optimizer.zero_grad()
         losses.append(loss.item())
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": gathered(model, lambda p: p)}
+
+
+def graphs(rank: int, world: int, *, config: dict[str, Any]) -> int:
+    """How many graphs the compiled blocks of this rank make in two steps."""
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    train(rank, world, config=config, steps=2)
+    return counters["stats"]["unique_graphs"] - before

@@ -6,42 +6,7 @@ import pytest
 import torch
 
 from tests.parity import jobs
-
-STEPS = 5
-TINY = {
-    "model": {
-        "overrides": {
-            "dim": 64,
-            "n_layers": 3,
-            "n_heads": 4,
-            "n_kv_heads": 2,
-            "head_dim": 16,
-            "ffn_dim": 128,
-            "vocab_size": 323,  # divides by no number of ranks
-        }
-    },
-    "training": {
-        "seq_len": 24,
-        "local_batch_size": 2,
-        "global_batch_size": jobs.ROWS,
-        "steps": STEPS,
-        "mixed_precision_param": "float32",
-    },
-    "optimizer": {"lr": 1e-3},
-    "lr_scheduler": {"warmup_steps": 2},
-}
-
-
-def config(**sections):
-    merged = {name: dict(values) for name, values in TINY.items()}
-    for name, values in sections.items():
-        merged.setdefault(name, {}).update(values)
-    return merged
-
-
-def tied(settings):
-    overrides = {**settings["model"]["overrides"], "tied_head": True}
-    return {**settings, "model": {**settings["model"], "overrides": overrides}}
+from tests.parity.layouts import STEPS, config, tied
 
 
 @functools.cache
