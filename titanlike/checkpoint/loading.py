@@ -141,7 +141,7 @@ def load(path: Path, tensors: Mapping[str, torch.Tensor], group: Group) -> None:
     with a warning. What else the checkpoint holds is left alone.
     """
     metadata = agree.together(lambda: storage.read_metadata(path), group)
-    agree.together(lambda: _check(path, metadata, {name: name for name in tensors}, tensors), group)
+    _check(path, metadata, {name: name for name in tensors}, tensors, group)
     _fill(path, metadata, dict(tensors), group)
 
 
@@ -156,10 +156,11 @@ def load_foreign(path: Path, tensors: Mapping[str, torch.Tensor], exclude: Seque
     wanted = {name: one for name, one in tensors.items() if not any(fnmatch.fnmatchcase(name, p) for p in exclude)}
     saved = metadata.state_dict_metadata
     source = {name: name if name in saved or f"model.{name}" not in saved else f"model.{name}" for name in wanted}
-    agree.together(lambda: _check(path, metadata, source, wanted), group)
+    _check(path, metadata, source, wanted, group)
+    used = agree.union(list(source.values()), group)  # ranks hold different layers
     if agree.rank_of(group) == 0:
-        unused = sorted(set(saved) - set(source.values()))
-        logger.info("%s: read %d tensors; left alone %s", path, len(wanted), _some(unused) or "nothing")
+        unused = sorted(set(saved) - set(used))
+        logger.info("%s: read %d tensors; left alone %s", path, len(used), _some(unused) or "nothing")
     _fill(path, metadata, {source[name]: one for name, one in wanted.items()}, group)
 
 
@@ -183,8 +184,24 @@ def _verify_if_ours(path: Path, group: Group) -> None:
         raise CheckpointError("; ".join(problems))
 
 
-def _check(path: Path, metadata: Metadata, source: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Whether every tensor can be filled; `source` is its name in the checkpoint."""
+def _check(
+    path: Path,
+    metadata: Metadata,
+    source: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
+    group: Group,
+) -> None:
+    """Whether every rank's tensors can all be filled; `source` is a tensor's name in the checkpoint."""
+    mine = agree.together(lambda: _check_own(path, metadata, source, tensors), group)
+    converted = agree.union(mine, group)
+    if converted and agree.rank_of(group) == 0:
+        logger.warning("%s: converted while reading: %s", path, _some(converted))
+
+
+def _check_own(
+    path: Path, metadata: Metadata, source: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Raises CheckpointError unless these can be filled; returns what will be converted, in words."""
     shapes = {name: storage.saved_shape(metadata, source[name]) for name in tensors}
     missing = [name for name, shape in shapes.items() if shape is None]
     if missing:
@@ -199,13 +216,11 @@ def _check(path: Path, metadata: Metadata, source: Mapping[str, str], tensors: M
     partial = [name for name in tensors if not storage.is_covered(metadata, source[name])]
     if partial:
         raise CheckpointError(f"{path}: holds only parts of {_some(partial)}")
-    converted = [
+    return [
         f"{name} ({dtype} to {tensors[name].dtype})"
         for name in tensors
         if (dtype := storage.saved_dtype(metadata, source[name])) != tensors[name].dtype
     ]
-    if converted:
-        logger.warning("%s: converted while reading: %s", path, _some(converted))
 
 
 def _fill(path: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], group: Group) -> None:
