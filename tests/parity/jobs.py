@@ -127,6 +127,7 @@ def plain(config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, 
     with torch.device("meta"):
         model = Decoder(spec, seq_len=settings.training.seq_len, kernel="math", loss="logits")
     materialise(model, "cpu", initial_values(model, 0))
+    initial = gathered(model, lambda p: p)
     optimizer = build_optimizer(model, settings)
     losses, norms, gradients = [], [], {}
     for step in range(1, steps + 1):
@@ -143,7 +144,8 @@ def plain(config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": gathered(model, lambda p: p)}
+    weights = gathered(model, lambda p: p)
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "initial": initial}
 
 
 def graphs(rank: int, world: int, *, config: dict[str, Any]) -> int:

@@ -87,8 +87,8 @@ FULL = {"activation_checkpoint": {"mode": "full"}}
 BY_OPERATOR = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}
 COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
 INDUCTOR = {"compile": {"enable": True, "backend": "inductor"}}
-WIDE = {"training": {"local_batch_size": 4}}  # enough rows for four microbatches
-DEEP = {"model": {"n_layers": 6}, **WIDE}  # enough layers for eight stages
+WIDE = {"training": {"local_batch_size": 4}}  # all rows of a rank in one microbatch
+DEEP = {"model": {"n_layers": 6}}  # enough layers for eight stages
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class Layout:
     @property
     def extras(self) -> list[str]:
         """What is switched on besides the degrees, for people."""
-        words = [_WORDS.get((key, value), f"{value}") for key, value in self.parallelism.items()]
+        shown = {key: value for key, value in self.parallelism.items() if not key.endswith("microbatch_size")}
+        words = [_WORDS.get((key, value), f"{value}") for key, value in shown.items()]
         if checkpointing := self.sections.get("activation_checkpoint"):
             words.append(
                 "checkpointing by operator" if "selective_ac_option" in checkpointing else "full checkpointing"
@@ -128,7 +129,16 @@ class Layout:
     def config(self) -> dict[str, Any]:
         degrees = {_KEYS[axis]: degree for axis, degree in self.degrees.items()}
         degrees.setdefault("data_parallel_shard_degree", 1)
-        return config(parallelism={**degrees, **self.parallelism}, **self.sections)
+        data = self.degrees.get("replicate", 1) * self.degrees.get("shard", 1)
+        # Two microbatches a rank; a pipeline cuts each into as many as it has ranks, so it may need all rows at once.
+        stages = self.degrees.get("pipeline", 1)
+        local = max(stages, jobs.ROWS // data // 2)
+        rows = local // stages
+        settings = config(parallelism={**degrees, "pipeline_parallel_microbatch_size": rows, **self.parallelism})
+        settings["training"]["local_batch_size"] = local
+        for name, values in config(**self.sections).items():
+            settings.setdefault(name, {}).update({k: v for k, v in values.items() if v != TINY.get(name, {}).get(k)})
+        return settings
 
 
 _WORDS = {
@@ -148,7 +158,8 @@ def _of(*, parallelism=None, slow=False, sections=None, **degrees: int) -> Layou
 
 
 def _schedule(name: str) -> dict[str, Any]:
-    return {"pipeline_parallel_schedule": name}
+    # One row a microbatch: enough of them for four stages.
+    return {"pipeline_parallel_schedule": name, "pipeline_parallel_microbatch_size": 1}
 
 
 QUICK = (
@@ -192,7 +203,7 @@ SLOW = (
         for order in ({}, IN_ORDER)
     ),
     _of(shard=4),
-    _of(pipeline=4, sections=WIDE),
+    _of(pipeline=4),
     _of(tensor=4),
     _of(pipeline=2, shard=2, context=2, parallelism=RING),
     _of(shard=2, context=2, tensor=2, parallelism=GATHER),
@@ -207,7 +218,7 @@ SLOW = (
     _of(pipeline=2, context=2, tensor=4, parallelism=GATHER, sections=BY_OPERATOR),
     _of(replicate=2, shard=2, context=2, tensor=2, parallelism=ULYSSES),
     *(
-        _of(pipeline=2, shard=2, tensor=2, parallelism=_schedule(name), sections={**DEEP, **FULL})
+        _of(pipeline=2, shard=2, tensor=2, parallelism=_schedule(name), sections={**DEEP, **FULL, **WIDE})
         for name in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     ),
     *(

@@ -61,6 +61,8 @@ def check(results: list[dict], want: dict, variant: Variant) -> None:
     for result in results:
         assert result["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert result["norms"] == pytest.approx(want["norms"], rel=1e-5)
+    start = union(results, "initial")
+    assert all(torch.equal(start[name], value) for name, value in want["initial"].items()), "another start"
     for part, bound in (("gradients", 1e-5), ("weights", variant.weights)):
         got = union(results, part)
         assert got.keys() == want[part].keys()
