@@ -150,6 +150,7 @@ def _varlen_forward(q, k, v, queries, keys, scale, causal):
     assert all(t.ndim == 3 for t in (q, k, v)) and queries.offsets.dtype == keys.offsets.dtype == torch.int32
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for a, b in zip(_spans_of(queries, len(q)), _spans_of(keys, len(k)), strict=True):
+        assert not causal or a.stop - a.start == b.stop - b.start
         part, part_lse = kernels.MATH.forward(q[None, a], k[None, b], v[None, b], scale, causal)
         out[a], lse[:, a] = part[0], part_lse[0]
     return out, lse
