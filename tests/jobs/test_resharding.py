@@ -103,8 +103,6 @@ def assert_torch_reads(path: Path, expected: dict[str, torch.Tensor]) -> None:
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         dcp.load(state, checkpoint_id=path, no_dist=True)
     assert not [name for name in expected if not torch.equal(state[name], expected[name])]
-    with pytest.raises(dcp.CheckpointException, match="Missing key"):
-        dcp.load({"layers.9.attention.wq.weight": torch.zeros(1)}, checkpoint_id=path, no_dist=True)
 
 
 def test_weights_of_another_program_start_a_run_at_any_layout(pool, tiny, tmp_path):
