@@ -25,8 +25,14 @@ def clip_gradients(
     known = {id(copy) for copy in copies}
     norm = _global_norm([p.grad for p in with_gradients if id(p) not in known])
     if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(with_gradients, max_norm, norm)
+        _scale([_local(p.grad) for p in with_gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _scale(shards: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """On what this rank holds: given a list of DTensors, torch first plans for seconds how each of them may lie."""
+    for device in {shard.device for shard in shards}:
+        torch._foreach_mul_([shard for shard in shards if shard.device == device], factor.to(device))
 
 
 def _global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
