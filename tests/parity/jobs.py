@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 from titanlike import device as devices
 from titanlike.config import Config
@@ -77,6 +78,7 @@ def train_each(rank: int, world: int, *, runs: list[dict[str, Any]], steps: int)
 
 def train_on(settings: Config, world: int, steps: int, batch_of: Callable[[int], Batch]) -> dict[str, Any]:
     """The same on any global batches."""
+    graphs = counters["stats"]["unique_graphs"]
     mesh = build_mesh(batch_layout(settings, world), "cpu")
     model = build_model(settings, mesh)
     model.materialise("cpu", initial_values(model, 0))
@@ -108,6 +110,7 @@ def train_on(settings: Config, world: int, steps: int, batch_of: Callable[[int],
         "weights": gathered(model, lambda p: p),
         "initial": initial,
         "trained_tokens": trained,
+        "graphs": counters["stats"]["unique_graphs"] - graphs,
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
     }
 
@@ -146,12 +149,3 @@ def plain(config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, 
         losses.append(loss.item())
     weights = gathered(model, lambda p: p)
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "initial": initial}
-
-
-def graphs(rank: int, world: int, *, config: dict[str, Any]) -> int:
-    """How many graphs the compiled blocks of this rank make in two steps."""
-    from torch._dynamo.utils import counters
-
-    before = counters["stats"]["unique_graphs"]
-    train(rank, world, config=config, steps=2)
-    return counters["stats"]["unique_graphs"] - before

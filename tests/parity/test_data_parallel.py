@@ -23,9 +23,7 @@ def close(got, want, bound, what):
 LAYOUTS = {
     "one process": (1, {}),
     "one process, accumulation 1": (1, {"training": {"local_batch_size": 8}}),
-    "shard 2": (2, {"parallelism": {"data_parallel_shard_degree": 2}}),
     "shard 4": (4, {"parallelism": {"data_parallel_shard_degree": 4}}),
-    "replicate 2": (2, {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}}),
     "replicate 2 × shard 2": (
         4,
         {"parallelism": {"data_parallel_replicate_degree": 2}, "training": {"local_batch_size": 1}},
@@ -38,7 +36,6 @@ LAYOUTS = {
         2,
         {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
     ),
-    "shard 2, compiled": (2, {"compile": {"enable": True, "backend": "aot_eager"}}),
     "shard 2, compiled, checkpointing by operator": (
         2,
         {
@@ -49,12 +46,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("masks", ["even", "uneven"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_one_plain_process(pool, layout, masks):
+def test_equals_one_plain_process(pool, layout):
     world, sections = LAYOUTS[layout]
-    results = pool.run("tests.parity.jobs:train", world=world, config=config(**sections), steps=STEPS, masks=masks)
-    want = _yardstick(masks, False, "AdamW")
+    results = pool.run("tests.parity.jobs:train", world=world, config=config(**sections), steps=STEPS, masks="uneven")
+    want = _yardstick("uneven", False, "AdamW")
     for result in results:
         assert result["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert result["norms"] == pytest.approx(want["norms"], rel=1e-5)
@@ -82,7 +78,7 @@ def test_tied_head(pool, world):
 def test_every_layout_starts_from_the_bit_equal_model(pool):
     """Also replicas stay bit-equal to each other, buffers are the same on every rank, and the seed matters."""
     starts = {}
-    for layout in ("one process", "shard 2", "shard 4", "replicate 2 × shard 2"):
+    for layout in ("one process", "shard 4", "replicate 2 × shard 2"):
         world, sections = LAYOUTS[layout]
         results = pool.run("tests.parity.jobs:train", world=world, config=config(**sections), steps=3)
         starts[layout] = results[0]
