@@ -15,6 +15,9 @@ from titanlike.errors import ConfigError
 from titanlike.launch import worker
 
 logger = logging.getLogger("titanlike")
+
+# What torch warns of through its loggers and nobody who trains can do anything about: logger → words of the message.
+_NOISE = {"torch._higher_order_ops.wrap": "Detected that context_fn is passed"}  # recomputed blocks that are compiled
 _console_fd: int | None = None  # the real stderr of a process whose output goes to its file
 
 
@@ -44,6 +47,12 @@ def setup_logging(rank: int | None = None, folder: str | Path | None = None) -> 
         target.propagate = False
     logger.setLevel(logging.INFO)
     logging.captureWarnings(True)
+    for name in _NOISE:
+        logging.getLogger(name).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _NOISE[record.name] not in record.getMessage()
 
 
 def shown_ranks() -> set[int] | None:

@@ -14,6 +14,7 @@ only ever written here).
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,7 +49,7 @@ def profiling(
     profiler = Profiler()
     with ExitStack() as stack:
         if settings.enable_profiling:
-            trace = stack.enter_context(_trace(settings, folder, rank, resume_step))
+            trace = stack.enter_context(_trace(settings, folder, rank, device_type, resume_step))
             profiler.after_step.append(trace.step)
         if settings.enable_memory_snapshot:
             if device_type == "cuda":
@@ -82,7 +83,9 @@ def cycle(freq: int, warmup: int, active: int, resume_step: int) -> Callable[[in
 
 
 @contextmanager
-def _trace(settings: Any, folder: Path, rank: int, resume_step: int) -> Iterator[torch.profiler.profile]:
+def _trace(
+    settings: Any, folder: Path, rank: int, device_type: str, resume_step: int
+) -> Iterator[torch.profiler.profile]:
     def save(profile: torch.profiler.profile) -> None:
         step = resume_step + profile.step_num
         path = folder / settings.save_traces_folder / f"step-{step}" / f"rank-{rank}.json.gz"
@@ -91,6 +94,10 @@ def _trace(settings: Any, folder: Path, rank: int, resume_step: int) -> Iterator
         logger.info("profiler: wrote %s", path)
 
     schedule = cycle(settings.profile_freq, settings.profiler_warmup, settings.profiler_active, resume_step)
+    if device_type == "cpu":
+        # The recorder says when it starts and stops, in a line of its own each. Hiding that hides its errors as well,
+        # which are about accelerators.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # Each cycle is exported by itself, so it is right that the next one clears its events.
     warnings.filterwarnings("ignore", message=".*Profiler clears events", category=UserWarning)
     with torch.profiler.profile(schedule=schedule, on_trace_ready=save, record_shapes=True) as profile:
