@@ -17,8 +17,9 @@ from titanlike.models.spec import decoder_spec
 
 # Nothing divides. The vocabulary and the feed-forward are uneven over tensor ranks, everything over shards; of six rows
 # the last of four shards holds none. There are two key/value heads for up to four tensor ranks.
-MODEL = {"dim": 6, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4, "ffn_dim": 10, "vocab_size": 1031}
+MODEL = {"dim": 6, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4, "ffn_dim": 10, "vocab_size": 1031}
 TIED = {"model": {"overrides": {**MODEL, "tied_head": True}}}
+DEEP = {"model": {"overrides": {**MODEL, "n_layers": 6}}}
 IN_BACKGROUND = {"checkpoint": {"async_mode": "async", "interval": 1}}
 TRAINED = 3  # steps before the checkpoint begins to travel
 
@@ -48,9 +49,15 @@ SLOW_CHAINS = {
         ],
         TIED,
     ),
-    "the same, untied": (
-        [layout(cp=4, tp=2), layout(pp=4, tp=2), layout(replicate=2, cp=2, tp=2), layout(pp=2, tp=4), layout()],
-        IN_BACKGROUND,
+    "eight ranks, more layers": (
+        [
+            layout("Interleaved1F1B", pp=4, tp=2),
+            layout(cp=4, tp=2),
+            layout(pp=2, tp=4),
+            layout(replicate=2, cp=2, tp=2),
+            layout(),
+        ],
+        {**DEEP, **IN_BACKGROUND},
     ),
 }
 
