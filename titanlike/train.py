@@ -140,8 +140,15 @@ def _failed(folder: Path, code: int, text: str, rank: int) -> int:
     elif first:
         say(f"rank {rank} failed {when}:\n{text}")
     else:
-        say(f"rank {worker.rank()} failed {when} too: {text.splitlines()[-1][:200]}")
+        say(f"rank {worker.rank()} failed {when} too: {_exception(text)[:200]}")
     return code
+
+
+def _exception(trace: str) -> str:
+    """The exception at the end of a traceback as one line, whatever the lines of its message."""
+    lines = trace.splitlines()
+    starts = [n for n, line in enumerate(lines) if line[:1].strip()]
+    return " ".join(" ".join(lines[starts[-1] :]).split())
 
 
 def _process_group_is_there() -> bool:

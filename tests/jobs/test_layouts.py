@@ -162,3 +162,21 @@ def test_stopped_and_gone_on_with_at_the_same_layout_is_bit_equal(run_at, pool, 
     whole, _ = run_at(PP_TP)
     assert curve(tmp_path) == curve(whole)
     assert consumed(tmp_path) == consumed(whole)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["pp 2 x tp 2", pytest.param("pp 2, cp 2", marks=pytest.mark.slow)])
+def test_the_last_step_of_data_that_ends(pool, tiny, tmp_path, name):
+    """A step that rows are missing of, whole microbatches too: nothing is trained on what fills it up."""
+    parallelism = PP_TP if name == "pp 2 x tp 2" else layout("InterleavedZeroBubble", pp=2, cp=2)
+    for folder, axes in (("run", parallelism), ("whole", {})):
+        config = tiny(
+            tmp_path / folder,
+            parallelism=axes,
+            data={"epochs": 1},
+            training={"steps": 1000, "global_batch_size": 64, "local_batch_size": 4},
+        )
+        world = world_of(axes)
+        assert pool.run(RUN, world=world, group=False, config=config) == ["data_ended"] * world
+    assert_same_rows(tmp_path / "run", tmp_path / "whole")
+    assert consumed(tmp_path / "run") == list(range(175))

@@ -1,6 +1,7 @@
 import multiprocessing
 import time
 
+from titanlike import train
 from titanlike.launch import status
 
 
@@ -49,3 +50,10 @@ def test_of_many_at_once_one_is_first(tmp_path):
         process.join()
     assert sorted(firsts) == [False, False, False, True]
     assert {path.name for path in tmp_path.iterdir()} == {"status.json", ".status.json.lock"}  # and no drafts
+
+
+def test_an_exception_with_a_message_of_several_lines_is_told_in_one():
+    trace = "Traceback (most recent call last):\n  File …\n{}"
+    of_a_pipeline = "RuntimeError: \n            [Stage 0] failed to run forward:\n            args: ()\n            "
+    assert train._exception(trace.format(of_a_pipeline)) == "RuntimeError: [Stage 0] failed to run forward: args: ()"
+    assert train._exception(trace.format("ValueError: no\n")) == "ValueError: no"
