@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
+import titanlike
 from tests.jobs.conftest import TINY
 from tests.jobs.jobs import consumed, curve, lines
 from tests.jobs.layouts import layout, world_of
 
+BOOKS = Path(titanlike.__file__).parent / "assets" / "books.parquet"
 STEPS, SEQ_LEN = 4, 128
 RUN, SHOWN = "tests.jobs.jobs:run", "tests.jobs.layouts:shown"
 PP_TP = layout(pp=2, tp=2)
@@ -34,7 +39,33 @@ SLOW = {
 
 
 @pytest.fixture(scope="module")
-def run_at(pool, tiny, tmp_path_factory):
+def settings(tiny, tmp_path_factory):
+    """settings(folder, parallelism, section={key: value}) → a config on paragraphs of books, some of them held out.
+
+    Rows hold several paragraphs, and long ones are split over rows. Without a data axis, microbatches accumulate.
+    """
+    books = pyarrow.parquet.read_table(BOOKS, columns=["text"])["text"].to_pylist()[:15]
+    paragraphs = [part for book in books for part in book.split("\n\n") if part.strip()]
+    path = tmp_path_factory.mktemp("text") / "paragraphs.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs))
+
+    def settings(folder, parallelism, **sections):
+        given = {
+            "data": {"path": [str(path)], "validation_fraction": 0.02},
+            "validation": {"enable": True, "freq": 2, "local_batch_size": 3},
+            "training": {"seq_len": SEQ_LEN, "local_batch_size": 4, "steps": STEPS},
+            "lr_scheduler": {"total_steps": 12},
+            "metrics": {"log_freq": 1, "enable_tensorboard": True, "disable_color_printing": True},
+        }
+        for name, values in sections.items():
+            given[name] = {**given.get(name, {}), **values}
+        return tiny(folder, parallelism=parallelism, **given)
+
+    return settings
+
+
+@pytest.fixture(scope="module")
+def run_at(pool, settings, tmp_path_factory):
     """run_at(parallelism) → a finished run's folder, and what its first rank printed. Each is run once."""
     done = {}
 
@@ -42,27 +73,13 @@ def run_at(pool, tiny, tmp_path_factory):
         key = str((parallelism, sections))
         if key not in done:
             folder = tmp_path_factory.mktemp("run")
-            config = settings(tiny, folder, parallelism, **sections)
+            config = settings(folder, parallelism, **sections)
             ranks = pool.run(SHOWN, world=world_of(parallelism), group=False, timeout=500, config=config)
             assert not any(ranks[1:]), "one rank speaks for all"
             done[key] = folder, ranks[0]
         return done[key]
 
     return run_at
-
-
-def settings(tiny, folder, parallelism, **sections):
-    """The debug model's text in packed rows, a part of it held out; accumulation where there is no data axis."""
-    given = {
-        "data": {"path": [], "dataset": "debug", "validation_fraction": 0.005},
-        "validation": {"enable": True, "freq": 2, "local_batch_size": 3},
-        "training": {"seq_len": SEQ_LEN, "local_batch_size": 4, "steps": STEPS},
-        "lr_scheduler": {"total_steps": 12},
-        "metrics": {"log_freq": 1, "enable_tensorboard": True, "disable_color_printing": True},
-    }
-    for name, values in sections.items():
-        given[name] = {**given.get(name, {}), **values}
-    return tiny(folder, parallelism=parallelism, **given)
 
 
 @pytest.mark.timeout(600)
@@ -124,7 +141,6 @@ def test_what_does_not_divide_counts_in_full(run_at, name):
     parallelism, sizes = UNEVEN[name]
     sections = {
         "model": {"overrides": {**TINY["model"]["overrides"], "n_layers": sizes["layers"]}},
-        "data": {"path": [], "dataset": "debug"},
         "validation": {"enable": False},
         "training": {
             "seq_len": sizes["seq_len"],
@@ -140,11 +156,11 @@ def test_what_does_not_divide_counts_in_full(run_at, name):
 
 
 @pytest.mark.timeout(600)
-def test_stopped_and_gone_on_with_at_other_layouts(run_at, pool, tiny, tmp_path):
+def test_stopped_and_gone_on_with_at_other_layouts(run_at, pool, settings, tmp_path):
     stops = [(PP_TP, 1), (layout(shard=2, cp=2), 3), ({}, None)]
     for parallelism, stop in stops:
         world = world_of(parallelism)
-        config = settings(tiny, tmp_path, parallelism)
+        config = settings(tmp_path, parallelism)
         outcomes = pool.run(RUN, world=world, group=False, config=config, stop_at=stop, stop_rank=world - 1)
         assert outcomes == ["stopped" if stop else "done"] * world
     whole, _ = run_at({})
@@ -154,10 +170,10 @@ def test_stopped_and_gone_on_with_at_other_layouts(run_at, pool, tiny, tmp_path)
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("async_mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
-def test_stopped_and_gone_on_with_at_the_same_layout_is_bit_equal(run_at, pool, tiny, tmp_path, async_mode):
+def test_stopped_and_gone_on_with_at_the_same_layout_is_bit_equal(run_at, pool, settings, tmp_path, async_mode):
     saves = {"async_mode": async_mode, "interval": 1}
     for stop in (2, None):
-        config = settings(tiny, tmp_path, PP_TP, checkpoint=saves)
+        config = settings(tmp_path, PP_TP, checkpoint=saves)
         pool.run(RUN, world=4, group=False, config=config, stop_at=stop, stop_rank=2)
     whole, _ = run_at(PP_TP)
     assert curve(tmp_path) == curve(whole)
