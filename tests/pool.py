@@ -10,6 +10,7 @@ results travel by pickle between these test processes only.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -94,3 +95,7 @@ def _serve(rank: int, end: Any) -> None:
                 dist.destroy_process_group()
             if dynamo := sys.modules.get("torch._dynamo"):
                 dynamo.reset()  # what one job compiled counts towards the next one's limit of recompilations
+            # A trainer stops Python's own collections. Groups that live on in cycles keep their threads and sockets.
+            gc.enable()
+            gc.unfreeze()
+            gc.collect()
