@@ -25,7 +25,10 @@ TRAINED = 3  # steps before the checkpoint begins to travel
 
 
 CHAINS = {
-    "the issue's": ([layout(pp=2, tp=2), layout(shard=4), layout(cp=2, tp=2), layout(shard=3), layout()], {}),
+    "pipeline and tensor, shard, ring, one process": (
+        [layout(pp=2, tp=2), layout(shard=4), layout(cp=2, tp=2), layout(shard=3), layout()],
+        {},
+    ),
     "tied, several stages a rank, in the background": (
         [
             layout("Interleaved1F1B", pp=2, tp=2),
