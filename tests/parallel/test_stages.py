@@ -8,13 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlike.config import load_config
+from titanlike.config import checks_parallel, load_config
 from titanlike.errors import ConfigError
 from titanlike.models.spec import decoder_spec
 from titanlike.parallel.schedules import SCHEDULES, schedule_named
 from titanlike.parallel.stages import plan_stages
 
+_torch_version = checks_parallel.torch_version
 KEY = "parallelism.module_fqns_per_model_part"
+
+
+@pytest.fixture(autouse=True)
+def torch_of_today(monkeypatch):
+    """Rules on what an older torch can't are tested by themselves."""
+    monkeypatch.setattr(checks_parallel, "torch_version", lambda: (2, 13))
 
 
 def arguments(layers: int, degree: int, **options: object) -> list[str]:
@@ -258,6 +265,25 @@ def test_what_does_not_go_with_halves_of_a_backward(schedule):
     load_config([*arguments(8, 2, schedule="Interleaved1F1B"), *clashes])
 
 
+@pytest.mark.parametrize("installed", [(2, 11), (2, 12), None])
+def test_halves_of_a_backward_need_a_torch_that_can(monkeypatch, installed):
+    monkeypatch.setattr(checks_parallel, "torch_version", lambda: installed)
+    argv = arguments(8, 2, schedule="ZBVZeroBubble")
+    if installed:
+        (problem,) = refused(*argv)
+        assert "needs torch 2.13; 2.1" in problem and "pipeline_parallel_schedule = 'ZBVZeroBubble'" in problem
+    else:
+        planned(*argv)
+    planned(*arguments(8, 2, schedule="Interleaved1F1B"))
+
+
+def test_the_version_of_torch_is_read_without_it():
+    import torch
+
+    installed = _torch_version()
+    assert installed and torch.__version__.startswith("{}.{}.".format(*installed))
+
+
 # ---- a schedule of the user's own
 
 ONE_F_ONE_B = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
@@ -274,12 +300,15 @@ def table(tmp_path):
     return write
 
 
-def test_a_table_says_which_rank_holds_what(table):
+def test_a_table_says_which_rank_holds_what(table, monkeypatch):
     plan = planned(*table(ONE_F_ONE_B))
     assert [stage.rank for stage in plan.stages] == [0, 1]
     v = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
     plan = planned(*table(v), "--training.local_batch_size=1")
     assert [stage.rank for stage in plan.stages] == [0, 1, 1, 0]
+    monkeypatch.setattr(checks_parallel, "torch_version", lambda: (2, 11))
+    (problem,) = refused(*table(v), "--training.local_batch_size=1")
+    assert "schedule.csv': puts a stage on the rank of the one before, which needs torch 2.12" in problem
 
 
 @pytest.mark.parametrize(
@@ -307,7 +336,7 @@ def test_a_table_that_is_not_there():
 
 
 def test_checking_imports_no_torch():
-    argv = arguments(8, 2, schedule="ZBVZeroBubble")
+    argv = arguments(8, 2, schedule="Interleaved1F1B")
     program = (
         f"import sys; from titanlike.config import load_config; load_config({argv}); print('torch' in sys.modules)"
     )

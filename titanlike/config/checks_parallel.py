@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -18,6 +19,10 @@ TENSOR, CONTEXT = DEGREES["tensor"], DEGREES["context"]
 METHOD = "parallelism.context_parallel_rotate_method"
 BALANCER = "parallelism.context_parallel_load_balancer"
 ASYNC = "parallelism.enable_async_tensor_parallel"
+# Before, torch can't begin a backward at an operator of one's own, and may count a weight's gradient twice.
+HALVES_SINCE = (2, 13)
+# Before, torch has a rank send to itself where it holds two stages that follow each other.
+NEIGHBOURS_SINCE = (2, 12)
 _KEY = re.compile(r"(parallelism|training|model|compile)\.[a-z_0-9.]+\w")
 
 
@@ -96,7 +101,7 @@ def overlap(config: Config, world: int | None) -> Iterator[Problem]:
 
 def pipeline(config: Config, spec: DecoderSpec | None, world: int | None) -> Iterator[Problem]:
     """The schedule is one of torch's, and takes what there is of stages and microbatches."""
-    from titanlike.parallel.schedules import SCHEDULES, schedule_named
+    from titanlike.parallel.schedules import SCHEDULES, TABLE, schedule_named
     from titanlike.parallel.stages import plan_stages
 
     key, name = "parallelism.pipeline_parallel_schedule", config.parallelism.pipeline_parallel_schedule
@@ -110,6 +115,9 @@ def pipeline(config: Config, spec: DecoderSpec | None, world: int | None) -> Ite
     try:
         table = plan_stages(config, spec, degree).table
         halves = table.splits_backward if table else halves
+        if table and table.has_neighbours and (installed := torch_version()) and installed < NEIGHBOURS_SINCE:
+            what = f"{TABLE} = {table.path!r}: puts a stage on the rank of the one before"
+            yield Problem((TABLE,), _too_old(what, installed, NEIGHBOURS_SINCE))
     except ConfigError as error:
         yield from (Problem(_keys(text), text) for text in error.problems)
     if halves:
@@ -119,6 +127,8 @@ def pipeline(config: Config, spec: DecoderSpec | None, world: int | None) -> Ite
 def _halves(config: Config, key: str) -> Iterator[Problem]:
     """What doesn't go with schedules that take the gradients of a stage's inputs and weights at different times."""
     clash = f"{key} = {config.parallelism.pipeline_parallel_schedule!r}: takes gradients of inputs and of weights apart"
+    if (installed := torch_version()) and installed < HALVES_SINCE:
+        yield Problem((key,), _too_old(clash, installed, HALVES_SINCE))
     if config.compile.enable and "model" in config.compile.components:
         text = f'{clash}, which compiled blocks can\'t; take "model" out of compile.components, or another schedule'
         yield Problem((key, "compile.components"), text)
@@ -135,6 +145,20 @@ def _halves(config: Config, key: str) -> Iterator[Problem]:
             'there, or activation_checkpoint.mode = "full"'
         )
         yield Problem((key, option), text)
+
+
+def _too_old(what: str, installed: tuple[int, int], needed: tuple[int, int]) -> str:
+    have, need = (".".join(map(str, version)) for version in (installed, needed))
+    return f"{what}, which needs torch {need}; {have} is installed"
+
+
+def torch_version() -> tuple[int, int] | None:
+    """Of the torch that is installed, if any; read off the package, since importing it takes seconds."""
+    try:
+        numbers = re.findall(r"\d+", importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return int(numbers[0]), int(numbers[1])
 
 
 def _degree(config: Config, world: int | None, axis: str) -> int | None:

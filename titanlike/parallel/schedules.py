@@ -5,6 +5,7 @@ tests/parallel/test_stages.py holds every demand here against torch's own.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,11 @@ class Table:
     path: str
     rank_of_stage: tuple[int, ...]
     splits_backward: bool
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether a rank holds two stages that follow each other."""
+        return any(a == b for a, b in itertools.pairwise(self.rank_of_stage))
 
 
 _ACTION = re.compile(r"(\d+)(F|B|I|W)(\d+)")
