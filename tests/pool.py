@@ -95,7 +95,17 @@ def _serve(rank: int, end: Any) -> None:
                 dist.destroy_process_group()
             if dynamo := sys.modules.get("torch._dynamo"):
                 dynamo.reset()  # what one job compiled counts towards the next one's limit of recompilations
+            _forget_meshes()
             # A trainer stops Python's own collections. Groups that live on in cycles keep their threads and sockets.
             gc.enable()
             gc.unfreeze()
             gc.collect()
+
+
+def _forget_meshes() -> None:
+    """What torch has planned for a mesh names its groups, and it takes an equal mesh of the next world for the same."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
