@@ -111,7 +111,7 @@ def test_it_is_said_once_and_not_by_every_process(tiny, tmp_path):
 
 EVERYTHING = {
     "model": FOUR_LAYERS,
-    "training": {"steps": 4, "dataloader": {"num_workers": 1}},
+    "training": {"steps": 3, "dataloader": {"num_workers": 1}},
     "parallelism": {**PP_TP, "module_fqns_per_model_part": STAGES},
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
     "checkpoint": {"async_mode": "async", "interval": 2, "last_save_model_only": True, "export_dtype": "bfloat16"},
@@ -119,6 +119,7 @@ EVERYTHING = {
     "metrics": {"measure_cpu_peak": True, "enable_tensorboard": True, "save_for_all_ranks": True},
     "data": {"validation_fraction": 0.1},
     "validation": {"enable": True, "freq": 2, "local_batch_size": 2},
+    "debug": {"detect_anomaly": True},
 }
 
 
@@ -139,7 +140,7 @@ def everything(forks, tiny, tmp_path_factory, request):
 def test_everything_switched_on_at_once(everything, pool, tiny, tmp_path):
     folder, _ = everything
     plain = tiny(
-        tmp_path, **{name: EVERYTHING[name] for name in ("model", "data", "validation")}, training={"steps": 4}
+        tmp_path, **{name: EVERYTHING[name] for name in ("model", "data", "validation")}, training={"steps": 3}
     )
     pool.run("tests.jobs.jobs:run", world=1, group=False, config=plain)
     rows, want = lines(folder / "metrics.jsonl"), lines(tmp_path / "metrics.jsonl")
@@ -161,7 +162,7 @@ def test_the_console_shows_the_run_and_nothing_else(everything):
     plan = re.search(r"schedule 1F1B over 2 stages:\n(.*\n)(.*\n)(.*\n)", console)
     assert plan and "tok_embeddings, layers.0, layers.1" in plan[2] and "layers.2, layers.3, norm, output" in plan[3]
     assert len(re.findall(r"layers\.0\b", console)) == 1, "said once, and not by every rank"
-    steps = re.findall(r"step (\d)/4  loss (\S+)  grad norm (\S+)", console)
+    steps = re.findall(r"step (\d)/3  loss (\S+)  grad norm (\S+)", console)
     assert [(int(n), loss) for n, loss, _ in steps] == [(n, f"{loss:.4f}") for n, (loss, _) in curve(folder).items()]
     foreign = [line for line in console.splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line)]
     assert foreign == []
@@ -173,10 +174,10 @@ def test_the_tools_read_its_checkpoints(everything, capsys):
     folder, _ = everything
     assert cli.main(["checkpoint", "list", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [one["step"] for one in found] == [4, 2]
+    assert [one["step"] for one in found] == [3, 2]
     assert found[0]["topology"]["pipeline"] == found[0]["topology"]["tensor"] == 2
     assert found[0]["made"]["world_size"] == 4
-    for place in (folder, folder / "exports" / "step-4"):
+    for place in (folder, folder / "exports" / "step-3"):
         assert cli.main(["checkpoint", "verify", str(place)]) == 0
         assert "ok" in capsys.readouterr().out
         words = ["generate", str(place), "--prompt", "doc-001 and", "--max-new-tokens", "4", "--temperature", "0"]

@@ -42,7 +42,8 @@ SLOW = {
 def settings(tiny, tmp_path_factory):
     """settings(folder, parallelism, section={key: value}) → a config on paragraphs of books, some of them held out.
 
-    Rows hold several paragraphs, and long ones are split over rows. Without a data axis, microbatches accumulate.
+    Rows hold several paragraphs, and long ones are split over rows; validation has rows of its own length. Without a
+    data axis, microbatches accumulate.
     """
     books = pyarrow.parquet.read_table(BOOKS, columns=["text"])["text"].to_pylist()[:15]
     paragraphs = [part for book in books for part in book.split("\n\n") if part.strip()]
@@ -52,7 +53,7 @@ def settings(tiny, tmp_path_factory):
     def settings(folder, parallelism, **sections):
         given = {
             "data": {"path": [str(path)], "validation_fraction": 0.02},
-            "validation": {"enable": True, "freq": 2, "local_batch_size": 3},
+            "validation": {"enable": True, "freq": 2, "local_batch_size": 3, "seq_len": 52},
             "training": {"seq_len": SEQ_LEN, "local_batch_size": 4, "steps": STEPS, "max_norm": 0.1},
             "lr_scheduler": {"total_steps": 12},
             "metrics": {"log_freq": 1, "enable_tensorboard": True, "disable_color_printing": True},

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import register_sharding
 
 from titanlike.models.decoder import Decoder
 from titanlike.models.linear_cross_entropy import VocabularyShard
@@ -221,6 +222,8 @@ def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence: bool, whole_head
             module.whole = whole_head
     if overlap:
         _overlap_in_compiled_blocks(axis.group)
+    # For debug.detect_anomaly, which looks for NaN in the gradients of weights: torch has no rule of its own.
+    register_sharding(torch.ops.aten._is_any_true.default)(lambda x: [([Replicate()], [Replicate()])])
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not left, f"no module declares a tensor style for {left}"
 
