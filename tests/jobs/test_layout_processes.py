@@ -111,7 +111,7 @@ def test_it_is_said_once_and_not_by_every_process(tiny, tmp_path):
 
 EVERYTHING = {
     "model": FOUR_LAYERS,
-    "training": {"steps": 3, "dataloader": {"num_workers": 1}},
+    "training": {"steps": 3, "global_batch_size": 4, "dataloader": {"num_workers": 1}},
     "parallelism": {**PP_TP, "module_fqns_per_model_part": STAGES},
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
     "checkpoint": {"async_mode": "async", "interval": 2, "last_save_model_only": True, "export_dtype": "bfloat16"},
@@ -140,7 +140,9 @@ def everything(forks, tiny, tmp_path_factory, request):
 def test_everything_switched_on_at_once(everything, pool, tiny, tmp_path):
     folder, _ = everything
     plain = tiny(
-        tmp_path, **{name: EVERYTHING[name] for name in ("model", "data", "validation")}, training={"steps": 3}
+        tmp_path,
+        **{name: EVERYTHING[name] for name in ("model", "data", "validation")},
+        training={"steps": 3, "global_batch_size": 4},
     )
     pool.run("tests.jobs.jobs:run", world=1, group=False, config=plain)
     rows, want = lines(folder / "metrics.jsonl"), lines(tmp_path / "metrics.jsonl")
