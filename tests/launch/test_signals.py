@@ -14,7 +14,7 @@ def test_a_signal_raises_the_flag_and_nothing_else(number):
     before = signal.getsignal(number)
     with StopFlag() as stop:
         assert not stop.raised
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop.raised
         assert stop.signal == number
     assert signal.getsignal(number) == before
@@ -23,7 +23,7 @@ def test_a_signal_raises_the_flag_and_nothing_else(number):
 def test_the_first_signal_is_remembered():
     with StopFlag() as stop:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         assert stop.signal == signal.SIGINT
 
 
