@@ -64,24 +64,46 @@ def run(pool, world: int, runs: dict[str, tuple[dict, str, bool]]):
 def test_schedules(pool, degree, schedule):
     """Unequal masks with a microbatch that has nothing to learn, packed documents; two local batches a step."""
     half = 8 if (degree, schedule) == (4, "DualPipeV") else 4
-    runs = {
-        "own head": (settings(degree, schedule, half), "uneven", False),
-        "tied head": (settings(degree, schedule, half, is_tied=True), "uneven", True),
-    }
+    runs = {"tied head": (settings(degree, schedule, half, is_tied=True), "uneven", True)}
     if degree == 2:
         recomputed = {"activation_checkpoint": {"mode": "full"}}
-        runs["recomputed"] = (settings(degree, schedule, 8, **recomputed), "even", False)
+        runs["own head, recomputed"] = (settings(degree, schedule, half, **recomputed), "uneven", False)
     run(pool, degree, runs)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", *SCHEDULES[5:]])
-def test_with_data_parallel(pool, schedule):
-    sharded = {"data_parallel_shard_degree": 2}
-    copied = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_schedules_with_one_local_batch(pool, degree, schedule, is_tied):
+    runs = {masks: (settings(degree, schedule, 8, is_tied=is_tied), masks, is_tied) for masks in ("even", "uneven")}
+    run(pool, degree, runs)
+
+
+SHARDED = {"data_parallel_shard_degree": 2}
+COPIED = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
+
+
+def test_with_data_parallel(pool):
     runs = {
-        "shard 2": (settings(2, schedule, 4, parallelism=sharded), "uneven", False),
-        "shard 2, tied": (settings(2, schedule, 4, is_tied=True, parallelism=sharded), "uneven", True),
-        "replicate 2, tied": (settings(2, schedule, 4, is_tied=True, parallelism=copied), "uneven", True),
+        "shard 2": (settings(2, V, 4, parallelism=SHARDED), "uneven", False),
+        "shard 2, tied": (settings(2, V, 4, is_tied=True, parallelism=SHARDED), "uneven", True),
+        "replicate 2, tied": (settings(2, "1F1B", 4, is_tied=True, parallelism=COPIED), "uneven", True),
+    }
+    run(pool, 4, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_with_data_parallel(pool, schedule):
+    runs = {
+        f"{parallelism}, {is_tied}": (
+            settings(2, schedule, 4, is_tied=is_tied, parallelism=parallelism),
+            "uneven",
+            is_tied,
+        )
+        for parallelism in (SHARDED, COPIED)
+        for is_tied in (False, True)
     }
     run(pool, 4, runs)
 
@@ -94,7 +116,7 @@ def test_accumulation_does_not_show(pool):
             "uneven",
             False,
         )
-        for local, micro in ((8, 1), (4, 1), (2, 1), (8, 2), (4, 2), (2, 2), (8, 8))
+        for local, micro in ((8, 1), (4, 1), (2, 1), (4, 2), (8, 8))
     }
     run(pool, 2, runs)
 
@@ -103,12 +125,13 @@ def test_splits_of_ones_own(pool):
     """Stages without a layer, and options of sharding, checkpointing and the head."""
     lists = [["tok_embeddings"], ["layers.0"], [f"layers.{n}" for n in range(1, 6)], ["norm", "output"]]
     looped = {"module_fqns_per_model_part": lists}
+    compiled = {"enable": True, "backend": "aot_eager", "components": ["loss"]}
     runs = {
         "embedding and head alone": (settings(2, "LoopedBFS", parallelism=looped), "uneven", False),
         "the same, tied, V": (settings(2, V, is_tied=True, parallelism=looped), "even", True),
         "full logits": (settings(2, loss={"implementation": "logits"}), "uneven", False),
         "by operator": (settings(2, activation_checkpoint={"mode": "selective"}), "uneven", False),
-        "compiled": (settings(2, compile={"enable": True, "backend": "aot_eager"}), "uneven", False),
+        "compiled loss": (settings(2, compile=compiled), "uneven", False),
     }
     run(pool, 2, runs)
     always = {"data_parallel_shard_degree": 2, "fsdp_reshard_after_forward": "always"}
@@ -160,7 +183,8 @@ def test_bf16_between_stages(pool):
 def test_evaluation(pool, world):
     """Other lengths and numbers of rows than training's; it leaves no weight gathered and the next step as it was."""
     shard = {"data_parallel_shard_degree": world // 2, "pipeline_parallel_microbatch_size": 4 // world}
-    made = {name: settings(2, name, 16 // world, is_tied=name == V, parallelism=shard) for name in SCHEDULES}
+    names = SCHEDULES if world == 2 else ("1F1B", "Interleaved1F1B", V)
+    made = {name: settings(2, name, 16 // world, is_tied=name == V, parallelism=shard) for name in names}
     if world == 4:
         made |= {f"{name} over 4": settings(4, name) for name in ("LoopedBFS", V)}
     results = pool.run(f"{JOBS}:evaluate", world=world, configs=made)
