@@ -21,13 +21,15 @@ if torch_version() >= HALVES_SINCE:
 V = "ZBVZeroBubble" if "ZBVZeroBubble" in SCHEDULES else "LoopedBFS"
 
 
-def settings(degree: int = 1, schedule: str = "1F1B", local: int = 8, *, is_tied: bool = False, **sections):
-    """A config of 6 layers, so that 4 ranks have stages with an embedding or a head alone."""
+def settings(
+    degree: int = 1, schedule: str = "1F1B", local: int = 8, *, layers: int = 6, is_tied: bool = False, **sections
+):
+    """A config; with 6 layers 4 ranks of two stages each have some with an embedding or a head alone."""
     parallelism = {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule}
     sections["parallelism"] = parallelism | sections.get("parallelism", {})
     sections["training"] = {"local_batch_size": local} | sections.get("training", {})
     sections["optimizer"] = {"name": "SGD"} | sections.get("optimizer", {})
-    made = config(model={"n_layers": 6}, **sections)
+    made = config(model={"n_layers": layers}, **sections)
     return tied(made) if is_tied else made
 
 
@@ -36,9 +38,8 @@ def _yardstick(masks: str, is_tied: bool):
     return jobs.plain(settings(is_tied=is_tied), STEPS, masks)
 
 
-def check(results: list[dict], masks: str, is_tied: bool, bound: float = 1e-5):
+def check(results: list[dict], want: dict, bound: float = 1e-5):
     """Losses and norms on every rank; each parameter on the ranks that hold it."""
-    want = _yardstick(masks, is_tied)
     names = set()
     for result in results:
         assert result["losses"] == pytest.approx(want["losses"], rel=bound)
@@ -56,7 +57,7 @@ def run(pool, world: int, runs: dict[str, tuple[dict, str, bool]]):
         f"{JOBS}:train", world=world, runs={n: (c, masks) for n, (c, masks, _) in runs.items()}, steps=STEPS
     )
     for name, (_, masks, is_tied) in runs.items():
-        check([result[name] for result in results], masks, is_tied)
+        check([result[name] for result in results], _yardstick(masks, is_tied))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -136,6 +137,13 @@ def test_splits_of_ones_own(pool):
     run(pool, 2, runs)
     always = {"data_parallel_shard_degree": 2, "fsdp_reshard_after_forward": "always"}
     run(pool, 4, {"resharded": (settings(2, "Interleaved1F1B", 4, parallelism=always), "uneven", False)})
+
+
+@pytest.mark.parametrize(("layers", "degree", "schedule"), [(5, 2, "1F1B"), (3, 4, "1F1B"), (7, 2, "Interleaved1F1B")])
+def test_layers_that_stages_do_not_divide(pool, layers, degree, schedule):
+    made = settings(degree, schedule, layers=layers)
+    results = pool.run(f"{JOBS}:train", world=degree, runs={"uneven split": (made, "uneven")}, steps=STEPS)
+    check([r["uneven split"] for r in results], jobs.plain(settings(layers=layers), STEPS, "uneven"))
 
 
 def test_a_schedule_from_a_file(pool, tmp_path):
