@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 
 from titanlike import device as devices
 from titanlike.config import Config
@@ -149,3 +150,16 @@ def plain(config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, 
         losses.append(loss.item())
     weights = gathered(model, lambda p: p)
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "initial": initial}
+
+
+def after_evaluation(rank: int, world: int, *, config: dict[str, Any]) -> dict[str, tuple[bool, str, bool]]:
+    """Of each parameter after a held-out batch: is it a shard, its dtype, are its bits those of before."""
+    settings = Config.model_validate(config)
+    mesh = build_mesh(batch_layout(settings, world), "cpu")
+    model = build_model(settings, mesh)
+    model.materialise("cpu", initial_values(model, 0))
+    before = gathered(model, lambda p: p)
+    model.loss_sum(take(rows(1, settings, "uneven"), 0, settings.training.local_batch_size), NextToken())
+    kinds = {name: (isinstance(p, DTensor), str(p.dtype)) for name, p in model.named_parameters()}
+    after = gathered(model, lambda p: p)
+    return {name: (*kind, torch.equal(before[name], after[name])) for name, kind in kinds.items()}

@@ -99,6 +99,15 @@ def test_every_variant(pool, layout):
     run(pool, layout, ALL_VARIANTS)
 
 
+@pytest.mark.parametrize("layout", [Layout({"shard": 1}), *(one for one in QUICK if one.world == 2)], ids=str)
+def test_an_evaluation_leaves_the_master_weights_in_place(pool, layout):
+    """A save comes right after it: gathered weights in the compute type must not have taken their place."""
+    for settings in (layout.config(), tied(layout.config())):
+        settings["training"]["mixed_precision_param"] = "bfloat16"
+        for kinds in pool.run("tests.parity.jobs:after_evaluation", world=layout.world, config=settings):
+            assert set(kinds.values()) == {(True, "torch.float32", True)}
+
+
 def test_the_documentation_shows_these_layouts():
     page = PAGE.read_text()
     assert page_with_table(page) == page, "run python -m tests.parity.layouts"

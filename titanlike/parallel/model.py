@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from titanlike.config import Config
 from titanlike.data.batch import Batch
@@ -94,9 +95,16 @@ class DistributedModel:
     @torch.no_grad()
     def loss_sum(self, batch: Batch, objective: Objective) -> torch.Tensor:
         """The loss sum of this rank's tokens, float64; zero where another rank knows it."""
-        if self._pipeline:
-            return self._pipeline.loss_sum(batch, objective)
-        return self._loss(batch, objective).double()
+        loss = self._pipeline.loss_sum(batch, objective) if self._pipeline else self._loss(batch, objective).double()
+        self._give_gathered_weights_back()
+        return loss
+
+    def _give_gathered_weights_back(self) -> None:
+        # What stays gathered between forward and backward would stay until a backward that isn't coming, and until then
+        # take the place of the sharded weights, rounded to the compute type: a checkpoint would hold those.
+        for _, module in self.named_modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _loss(self, batch: Batch, objective: Objective) -> torch.Tensor:
         # Whole rows of one document have the positions 0 … S-1: the model then slices its table instead of gathering.

@@ -18,7 +18,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
@@ -172,7 +171,6 @@ class Pipeline:
         for work, _ in sends:
             if work is not None:
                 work.wait()
-        self._reshard()
         return call.loss_sum
 
     def _rank_of(self, stage: int) -> int | None:
@@ -187,13 +185,6 @@ class Pipeline:
         """Starts sending; the tensor must live until the work is done."""
         hidden = hidden.contiguous()
         return dist.isend(hidden, group=self._group, group_dst=rank), hidden
-
-    def _reshard(self) -> None:
-        # What stays gathered between forward and backward would stay until the next backward, which isn't coming.
-        for part in self._parts:
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
 
     # ---- gradients and weights of a step
 
