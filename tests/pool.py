@@ -109,3 +109,5 @@ def _forget_meshes() -> None:
 
         debug._clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
+        if clear_plans := getattr(_redistribute, "clear_redistribute_planner_cache", None):
+            clear_plans()  # torch 2.11 has none

@@ -11,13 +11,16 @@ from titanlike.launch.signals import STOP_SIGNALS, StopFlag
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_raises_the_flag_and_nothing_else(number):
-    before = signal.getsignal(number)
-    with StopFlag() as stop:
-        assert not stop.raised
-        signal.raise_signal(number)
-        assert stop.raised
-        assert stop.signal == number
-    assert signal.getsignal(number) == before
+    before = signal.signal(number, signal.SIG_DFL)  # whatever the tests themselves were started with
+    try:
+        with StopFlag() as stop:
+            assert not stop.raised
+            signal.raise_signal(number)
+            assert stop.raised
+            assert stop.signal == number
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_the_first_signal_is_remembered():
