@@ -45,7 +45,7 @@ from titanlike.observe.memory import peak_memory
 from titanlike.observe.metrics import Metrics
 from titanlike.observe.profiler import profiling
 from titanlike.optim.clip import clip_gradients
-from titanlike.optim.optimizers import build_optimizer, optimizer_tensors
+from titanlike.optim.optimizers import build_optimizer
 from titanlike.optim.schedule import Schedule
 from titanlike.parallel.build import build_model
 from titanlike.parallel.fully_shard import DTYPES, check_device
@@ -203,7 +203,7 @@ class Trainer:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """All that a checkpoint holds, by name: weights at the root, as TorchTitan's, and the optimizer's state."""
-        return {**dict(self.model.named_parameters()), **optimizer_tensors(self.optimizer)}
+        return {**dict(self.model.named_parameters()), **self.optimizer.tensors()}
 
     def _last_step(self) -> int:
         """training.steps, or the step at which the data ends if that comes first: the schedule ends there too."""
@@ -329,7 +329,7 @@ class Trainer:
         fault("optimizer", step)
         self.optimizer.step()
         self.model.after_update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         if not self.metrics.due(step):
             return None
         loss = mean_loss(loss_sum, totals.weight, self.mesh)

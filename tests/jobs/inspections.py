@@ -38,7 +38,7 @@ def loaded(rank: int, world: int, *, config: dict[str, Any]) -> dict[str, Any]:
     """Everything that a start has loaded, gathered: tensors by name, options of the optimizer's groups by parameter."""
     trainer = built(config)
     options = {
-        name: {key: value for key, value in group.items() if key not in ("params", "names")}
+        name: {key: value for key, value in group.items() if key not in ("params", "names", "of")}
         for group in trainer.optimizer.param_groups
         for name in group["names"]
     }
@@ -63,7 +63,7 @@ def rates_used(rank: int, world: int, *, config: dict[str, Any]) -> list[float]:
 
     trainer = Trainer(Config.model_validate(config))
     rates = []
-    trainer.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    trainer.optimizer.torch.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
     trainer.run()
     return rates
 

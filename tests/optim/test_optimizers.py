@@ -5,7 +5,7 @@ from titanlike.errors import ConfigError
 from titanlike.models.decoder import Decoder
 from titanlike.models.initial import initial_values, materialise
 from titanlike.models.spec import decoder_spec
-from titanlike.optim.optimizers import build_optimizer, optimizer_tensors, parameter_groups
+from titanlike.optim.optimizers import build_optimizer, parameter_groups
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_state_as_named_tensors(model, make_config, name, implementation):
     config = make_config(optimizer={"name": name, "implementation": implementation, "momentum": 0.9})
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = build_optimizer(model, config)
-    tensors = optimizer_tensors(optimizer)
+    tensors = optimizer.tensors()
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert all((t == 0).all() for t in tensors.values())
     want = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Adam": {"step", "exp_avg", "exp_avg_sq"}}

@@ -1,9 +1,9 @@
-"""Optimizers and their parameter groups, and their state as named tensors for checkpoints."""
+"""Optimizers by name, and their parameter groups."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ from titanlike.config import Config
 from titanlike.config.registry import Registry
 from titanlike.errors import ConfigError
 from titanlike.models.decoder import RMSNorm
+from titanlike.optim.sharded import ShardedOptimizer
 
 BuildOptimizer = Callable[[list[dict], Config], torch.optim.Optimizer]
 
@@ -51,8 +52,7 @@ def _adam(groups: list[dict], config: Config) -> torch.optim.Optimizer:
 @optimizers.register("SGD")
 def _sgd(groups: list[dict], config: Config) -> torch.optim.Optimizer:
     c = config.optimizer
-    # torch's fused SGD knows no sharded tensors; its lists of tensors compute the same.
-    return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum, foreach=c.implementation != "for-loop")
+    return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum, **_implementation(config))
 
 
 def parameter_kinds(model: Named) -> dict[str, str]:
@@ -107,47 +107,7 @@ def _check_patterns(patterns: list[str], names: set[str]) -> None:
         )
 
 
-def build_optimizer(model: Named, config: Config) -> torch.optim.Optimizer:
+def build_optimizer(model: Named, config: Config) -> ShardedOptimizer:
     """The optimizer of `[optimizer]` over the model's trainable parameters."""
     build = optimizers.get(config.optimizer.name, "optimizer.name")
-    return build(parameter_groups(model, config), config)
-
-
-def _named_state(optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
-    for group in optimizer.param_groups:
-        yield from zip(group["names"], group["params"], strict=True)
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state as `optimizer.<parameter>.<key>`; the tensors themselves, so that loading fills them.
-
-    A fresh optimizer is given its state first, by a step with a learning rate of zero.
-    """
-    _give_state(optimizer)
-    return {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in _named_state(optimizer)
-        for key, value in optimizer.state[parameter].items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-@torch.no_grad()
-def _give_state(optimizer: torch.optim.Optimizer) -> None:
-    if any(optimizer.state.values()):
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                raise AssertionError("an optimizer is given its state before the first gradients")
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    return ShardedOptimizer(parameter_groups(model, config), lambda groups: build(groups, config))

@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from titanlike.config import Config
+from titanlike.optim.sharded import ShardedOptimizer
 
 _CURVES = {
     "linear": lambda x: 1 - x,
@@ -54,7 +53,7 @@ class Schedule:
             return 1.0
         return self.minimum + (1 - self.minimum) * _CURVES[self.curve](into / self.decay)
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+    def apply(self, optimizer: ShardedOptimizer, step: int) -> float:
         """Sets the rates that the step uses; returns that of the first group."""
         factor = self.factor(step)
         for group in optimizer.param_groups:
