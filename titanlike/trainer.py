@@ -44,9 +44,9 @@ from titanlike.observe.flops import flops_per_token
 from titanlike.observe.memory import peak_memory
 from titanlike.observe.metrics import Metrics
 from titanlike.observe.profiler import profiling
-from titanlike.optim.clip import clip_gradients
 from titanlike.optim.optimizers import build_optimizer
 from titanlike.optim.schedule import Schedule
+from titanlike.optim.update import build_update
 from titanlike.parallel.build import build_model
 from titanlike.parallel.fully_shard import DTYPES, check_device
 from titanlike.parallel.mesh import Mesh, build_mesh
@@ -186,6 +186,7 @@ class Trainer:
         weights_come = "model" not in excluded and (found or settings.initial_load_path)
         self.model.materialise(self.device, None if weights_come else fresh)
         self.optimizer = build_optimizer(self.model, self.config)
+        self.update = build_update(self.config, self.model, self.optimizer, self.checkpoints.before_update)
         if found:
             check_origin(found.path, self.config, excluded)
             tensors = self._tensors()
@@ -193,6 +194,8 @@ class Trainer:
             self.checkpoints.load(found, {n: t for n, t in tensors.items() if parts[n] not in excluded})
             if "train_state" not in excluded:
                 self.counters = Counters(**found.state["counters"])
+            if "optimizer" not in excluded:
+                self.update.load(found.state.get("update", {}))
             if "dataloader" not in excluded:
                 self.data.loader.load(found.state["data"], allow_changed=self.config.data.allow_changed)
         elif settings.initial_load_path:
@@ -320,16 +323,14 @@ class Trainer:
     def _train_step(self, step: int, batch: StepBatch, totals: Totals) -> dict[str, Any] | None:
         """One update. Returns what the step's row says of it, or None where no row is due."""
         devices.seed_everything(self.config.debug.seed, step)
+        rate = self.schedule.apply(self.optimizer, step)
+        self.update.before_backward()
         loss_sum = loss_and_gradients(
             self.model, self.objective, batch.microbatches, max(totals.weight, 1.0), self.device, step
         )
-        grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_norm, copies=self.model.copies)
-        rate = self.schedule.apply(self.optimizer, step)
-        self.checkpoints.before_update()
         fault("optimizer", step)
-        self.optimizer.step()
+        grad_norm = self.update.after_backward()
         self.model.after_update()
-        self.optimizer.zero_grad()
         if not self.metrics.due(step):
             return None
         loss = mean_loss(loss_sum, totals.weight, self.mesh)
@@ -399,7 +400,11 @@ class Trainer:
         settings = self.config.checkpoint
         if not settings.enable or settings.load_only:
             return
-        state = {"counters": asdict(self.counters), "data": self.data.loader.state()}
+        state = {
+            "counters": asdict(self.counters),
+            "data": self.data.loader.state(),
+            "update": self.update.state(),
+        }
         with self.metrics.meter.paused("checkpoint"):
             written = self.checkpoints.save(self.counters.step, self._tensors(), state, final=final)
         if written:

@@ -118,6 +118,23 @@ def test_update_in_backward_and_clipping():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "other"),
+    [
+        (["--training.max_norm=1"], "training.max_norm = 1"),
+        (["--training.global_batch_size=16"], "training.global_batch_size = 16"),
+        (["--compile.enable", "--compile.components=model,optimizer"], "compile.components"),
+        (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree = 2"),
+    ],
+)
+def test_update_in_backward_is_refused_with_both_keys(overrides, other):
+    base = ["--optimizer.in_backward", "--training.max_norm=0", "--training.local_batch_size=8"]
+    shards = "--parallelism.data_parallel_shard_degree=1"
+    load_config([*base, shards])
+    (problem,) = problems(*base, shards, *overrides)
+    assert "optimizer.in_backward = true" in problem and other in problem
+
+
+@pytest.mark.parametrize(
     ("override", "part"),
     [
         ("data.dataset=c5", "did you mean c4?"),

@@ -1,48 +1,65 @@
 """Linear cross-entropy against F.cross_entropy on full logits, both measured against float64."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.models.heads import N, full, inputs
 from titanlike.data.batch import IGNORE
-from titanlike.models.linear_cross_entropy import linear_log_probs
+from titanlike.models.linear_cross_entropy import linear_log_probs, linear_log_probs_and_entropy
+from titanlike.models.logits_chunk import Chunk, LogitRule
 
-N, D, V = 37, 24, 130
-
-
-def _inputs(ignored: float = 0.3, dtype=torch.float32):
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, D, generator=g).to(dtype).requires_grad_()
-    weight = torch.randn(V, D, generator=g).mul_(0.3).to(dtype).requires_grad_()
-    labels = torch.randint(0, V, (N,), generator=g)
-    labels[torch.rand(N, generator=g) < ignored] = IGNORE
-    return hidden, weight, labels
+RULES = {"plain": LogitRule(), "scaled": LogitRule(scale=0.7), "capped": LogitRule(scale=1.3, cap=2.0)}
 
 
-def _reference(hidden, weight, labels, upstream, dtype):
-    h, w = (t.detach().to(dtype).requires_grad_() for t in (hidden, weight))
-    losses = F.cross_entropy(F.linear(h, w), labels, ignore_index=IGNORE, reduction="none")
-    (-(losses * upstream.to(dtype)).sum()).backward()
-    return -losses.detach(), h.grad, w.grad
+def errors_within(ours, exact, plain, factor=2.0):
+    """Errors against float64 are at most `factor` times those of full logits in float32, plus two ulps."""
+    for got, want, yardstick in zip(ours, exact, plain, strict=True):
+        allowed = factor * (yardstick.double() - want).abs().max() + 2.4e-7 * want.abs().max()
+        assert (got.double() - want).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("chunk", [1, 7, N - 1, N, N + 1, 0])
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 0.95])
 @pytest.mark.parametrize("form", ["sum", "none", "weighted"])
 def test_values_and_gradients(chunk, ignored, form):
-    """Errors against float64 are at most twice those of F.cross_entropy in float32, plus an ulp."""
-    hidden, weight, labels = _inputs(ignored)
+    hidden, weight, labels = inputs(ignored)
+    labels[0] = IGNORE if ignored else labels[0]
     upstream = torch.linspace(-1, 2, N) if form == "weighted" else torch.full((N,), 0.1)
-    out = linear_log_probs(hidden, weight, labels, "sum" if form == "sum" else "none", chunk)
+    out = linear_log_probs(hidden, weight, labels, "sum" if form == "sum" else "none", chunk_size=chunk)
     (out * 0.1 if form == "sum" else (out * upstream).sum()).backward()
-    exact = _reference(hidden, weight, labels, upstream, torch.float64)
-    plain = _reference(hidden, weight, labels, upstream, torch.float32)
-    ours = (exact[0] if form == "sum" else out.detach(), hidden.grad, weight.grad)
+    exact, plain = (full(hidden, weight, labels, upstream, dtype=d) for d in (torch.float64, torch.float32))
     if form == "sum":
         torch.testing.assert_close(out.double(), exact[0].sum(), rtol=1e-6, atol=1e-5)
-    for got, want, yardstick in zip(ours, exact, plain, strict=True):
-        allowed = 2 * (yardstick.double() - want).abs().max() + 2.4e-7 * want.abs().max()
-        assert (got.double() - want).abs().max() <= allowed
+        exact, plain = exact[2:], plain[2:]
+        errors_within((hidden.grad, weight.grad), exact, plain)
+    else:
+        errors_within((out.detach(), hidden.grad, weight.grad), (exact[0], *exact[2:]), (plain[0], *plain[2:]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("chunk", [7, 0])
+def test_entropy_and_rules_of_logits(rule, chunk):
+    hidden, weight, labels = inputs(0.3)
+    upstream, of_entropy = torch.linspace(-1, 2, N), torch.linspace(2, -3, N)
+    out, entropy = linear_log_probs_and_entropy(hidden, weight, labels, chunk_size=chunk, chunk=Chunk(RULES[rule]))
+    ((out * upstream).sum() + (entropy * of_entropy).sum()).backward()
+    exact, plain = (
+        full(hidden, weight, labels, upstream, of_entropy, RULES[rule], d) for d in (torch.float64, torch.float32)
+    )
+    errors_within((out.detach(), entropy.detach(), hidden.grad, weight.grad), exact, plain)
+
+
+@pytest.mark.parametrize("rule", ["scaled", "capped"])
+def test_the_sum_follows_the_rule_of_logits(rule):
+    hidden, weight, labels = inputs(0.3)
+    linear_log_probs(hidden, weight, labels, "sum", chunk_size=7, chunk=Chunk(RULES[rule])).backward()
+    exact, plain = (
+        full(hidden, weight, labels, torch.ones(N), rule=RULES[rule], dtype=d) for d in (torch.float64, torch.float32)
+    )
+    errors_within((hidden.grad, weight.grad), exact[2:], plain[2:])
 
 
 def test_gradcheck():
@@ -50,31 +67,47 @@ def test_gradcheck():
     hidden = torch.randn(6, 5, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, generator=g, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([IGNORE, 3, 10, 0, IGNORE, 7])
-    for reduction in ("none", "sum"):
-        # The log-probabilities are float32 by contract: differences are taken coarsely enough for that.
+    for rule in RULES.values():
+        chunk = Chunk(rule)
         assert torch.autograd.gradcheck(
-            lambda h, w, r=reduction: linear_log_probs(h, w, labels, r, 4).double(),
-            (hidden, weight),
-            eps=1e-2,
-            atol=1e-3,
+            lambda h, w, c=chunk: linear_log_probs(h, w, labels, chunk_size=4, chunk=c), (hidden, weight)
+        )
+        # The sum hands its gradients out once, so it is held against what was just checked.
+        sums = (
+            linear_log_probs(hidden, weight, labels, "sum", chunk_size=4, chunk=chunk),
+            linear_log_probs(hidden, weight, labels, chunk_size=4, chunk=chunk).sum(),
+        )
+        for got, want in zip(*(torch.autograd.grad(3 * one, (hidden, weight)) for one in sums), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        assert torch.autograd.gradcheck(
+            lambda h, w, c=chunk: linear_log_probs_and_entropy(h, w, labels, chunk_size=4, chunk=c), (hidden, weight)
         )
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_all_ignored_gives_zero_and_zero_gradients(reduction):
-    hidden, weight, labels = _inputs()
+    hidden, weight, labels = inputs()
     out = linear_log_probs(hidden, weight, torch.full_like(labels, IGNORE), reduction)
     out.sum().backward()
     assert out.sum().item() == 0
     assert hidden.grad.abs().max() == 0 == weight.grad.abs().max()
 
 
+def test_no_backward_twice():
+    """The sum scales its gradients in place: asked again it would give other ones, and torch says so."""
+    hidden, weight, labels = inputs()
+    out = linear_log_probs(hidden, weight, labels, "sum")
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_bf16_inputs_keep_float32_statistics(reduction):
     """bf16 inputs: each value is the exact one of the rounded inputs, to the rounding of a bf16 product."""
-    hidden, weight, labels = _inputs(dtype=torch.bfloat16)
-    out = linear_log_probs(hidden, weight, labels, reduction, 8)
-    exact, grad_hidden, grad_weight = _reference(hidden, weight, labels, torch.ones(N), torch.float64)
+    hidden, weight, labels = inputs(dtype=torch.bfloat16)
+    out = linear_log_probs(hidden, weight, labels, reduction, chunk_size=8)
+    exact, _, grad_hidden, grad_weight = full(hidden, weight, labels, torch.ones(N))
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), exact.sum() if reduction == "sum" else exact, rtol=2e-3, atol=2e-2)
     out.sum().backward()
@@ -82,13 +115,57 @@ def test_bf16_inputs_keep_float32_statistics(reduction):
     assert (weight.grad.double() - grad_weight).norm() <= 1e-2 * grad_weight.norm()
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_compiled_chunk(reduction):
-    hidden, weight, labels = _inputs()
+@pytest.mark.parametrize("rule", RULES)
+def test_compiled_chunk(rule):
     results = []
     for backend in (None, "aot_eager"):
-        hidden.grad = weight.grad = None
-        linear_log_probs(hidden, weight, labels, reduction, 8, backend).sum().backward()
-        results.append((hidden.grad, weight.grad))
+        hidden, weight, labels = inputs()
+        chunk = Chunk(RULES[rule], backend=backend)
+        linear_log_probs(hidden, weight, labels, "sum", chunk_size=8, chunk=chunk).backward()
+        linear_log_probs(hidden, weight, labels, chunk_size=8, chunk=chunk).sum().backward()
+        out, entropy = linear_log_probs_and_entropy(hidden, weight, labels, chunk_size=8, chunk=chunk)
+        (out.sum() - entropy.square().sum()).backward()
+        results.append((out.detach(), entropy.detach(), hidden.grad, weight.grad))
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(eager, compiled, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_vocabulary_over_ranks(pool, world):
+    """Rows that don't divide, each rule, eager and compiled: every rank's values, and the gradients put together."""
+    cases = list(itertools.product(RULES.values(), (None, "aot_eager")))
+    ranks = pool.run("tests.models.heads:over_ranks", world=world, cases=cases)
+    for i, (rule, _) in enumerate(cases):
+        hidden, weight, labels = inputs()
+        upstream, of_entropy = torch.linspace(-1, 2, N), torch.linspace(2, -3, N)
+        exact, plain = (
+            full(hidden, weight, labels, upstream, of_entropy, rule, d) for d in (torch.float64, torch.float32)
+        )
+        results = [rank[i] for rank in ranks]
+        for result in results:
+            errors_within(result[:2], exact[:2], plain[:2])
+        together = sum(r[2].double() for r in results), torch.cat([r[3] for r in results])
+        errors_within(together, exact[2:], plain[2:])
+
+
+def test_no_table_of_logits_is_made():
+    """Whatever is allocated stays well below [tokens, vocab]."""
+    tokens, dim, vocab = 512, 32, 4096
+    hidden = torch.randn(tokens, dim, requires_grad=True)
+    weight = torch.randn(vocab, dim, requires_grad=True)
+    labels = torch.randint(0, vocab, (tokens,))
+    for reduction in ("sum", "none"):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            linear_log_probs(hidden, weight, labels, reduction, chunk_size=32).sum().backward()
+        largest = max(e.self_cpu_memory_usage for e in profile.events())
+        assert largest <= max(32 * vocab, dim * vocab) * 4
+
+
+def test_torch_has_the_same_function():
+    """Where torch has linear cross-entropy, its values are ours."""
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is None:
+        pytest.skip("torch < 2.13 has no F.linear_cross_entropy")
+    hidden, weight, labels = inputs(0.0)
+    theirs = function(hidden, weight, labels, reduction="none")
+    torch.testing.assert_close(-linear_log_probs(hidden, weight, labels), theirs, rtol=1e-6, atol=1e-6)

@@ -18,9 +18,9 @@ from titanlike.models.decoder import Decoder
 from titanlike.models.initial import initial_values, materialise
 from titanlike.models.spec import decoder_spec
 from titanlike.objectives.next_token import NextToken
-from titanlike.optim.clip import clip_gradients
 from titanlike.optim.optimizers import build_optimizer
 from titanlike.optim.schedule import Schedule
+from titanlike.optim.update import build_update
 from titanlike.parallel.build import build_model
 from titanlike.parallel.mesh import build_mesh
 from titanlike.trainer import add_up, loss_and_gradients, mean_loss
@@ -86,6 +86,7 @@ def train_on(settings: Config, world: int, steps: int, batch_of: Callable[[int],
     model.after_update()
     initial = gathered(model, lambda p: p)
     optimizer, schedule = build_optimizer(model, settings), Schedule.of(settings)
+    update = build_update(settings, model, optimizer, lambda: None)
     local = settings.training.local_batch_size
     losses, norms, gradients, trained = [], [], {}, 0
     for step in range(1, steps + 1):
@@ -95,14 +96,13 @@ def train_on(settings: Config, world: int, steps: int, batch_of: Callable[[int],
         devices.seed_everything(0, step)
         totals = add_up(NextToken(), mine, mesh)
         trained = totals.trained_tokens
-        loss = loss_and_gradients(model, NextToken(), mine, max(totals.weight, 1.0), torch.device("cpu"))
-        if step == 1:
-            gradients = gathered(model, lambda p: p.grad)
-        norms.append(clip_gradients(model.parameters(), settings.training.max_norm, copies=model.copies).item())
         schedule.apply(optimizer, step)
-        optimizer.step()
+        update.before_backward()
+        loss = loss_and_gradients(model, NextToken(), mine, max(totals.weight, 1.0), torch.device("cpu"))
+        if step == 1 and not settings.optimizer.in_backward:
+            gradients = gathered(model, lambda p: p.grad)
+        norms.append(update.after_backward().item())
         model.after_update()
-        optimizer.zero_grad()
         losses.append(mean_loss(loss, totals.weight, mesh))
     return {
         "losses": losses,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from titanlike.config.checks_parallel import split
-from titanlike.config.derive import batch_problem, degree_problem, degrees, implied_world, written_degrees
+from titanlike.config.derive import batch_layout, batch_problem, degree_problem, degrees, implied_world, written_degrees
 from titanlike.config.problem import Problem, Rule, not_among
 from titanlike.config.schema import Config
 from titanlike.errors import ConfigError
@@ -28,7 +28,24 @@ def find_problems(config: Config, world: int | None = None, *, restart: bool = F
     found = [problem for rule in RULES for problem in rule(config)]
     found += layout(config, world, restart=restart)
     found += split(config, world)
+    found += one_microbatch(config, world)
     return found
+
+
+def one_microbatch(config: Config, world: int | None) -> Iterator[Problem]:
+    """An update in backward can't wait for a second microbatch."""
+    world = world or implied_world(config)
+    if not config.optimizer.in_backward or not world or degree_problem(config, world):
+        return
+    accumulation = batch_layout(config, world, allow_filler=True).accumulation
+    if accumulation > 1:
+        keys = ("training.global_batch_size", "optimizer.in_backward")
+        text = (
+            f"optimizer.in_backward = true: does not go with accumulation; training.global_batch_size = "
+            f"{config.training.global_batch_size} takes {accumulation} microbatches a rank. Raise "
+            f"training.local_batch_size = {config.training.local_batch_size} or the number of data-parallel ranks"
+        )
+        yield Problem(keys, text)
 
 
 def layout(config: Config, world: int | None, *, restart: bool) -> Iterator[Problem]:

@@ -54,8 +54,6 @@ DEFAULT_ONLY = (
     "data.stages",
     "data.stream",
     "training.activation_offload",
-    "optimizer.in_backward",
-    "optimizer.in_backward_clip",
     "optimizer.state_dtype",
     "optimizer.stochastic_rounding",
     "compile.cache_folder",

@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlike.data.batch import IGNORE
-from titanlike.models.linear_cross_entropy import VocabularyShard, linear_log_probs
+from titanlike.models.linear_cross_entropy import linear_log_probs, linear_log_probs_and_entropy
+from titanlike.models.logits_chunk import Chunk, LogitRule, VocabularyShard
 from titanlike.models.spec import DecoderSpec
+
+LogProbs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Head(nn.Module):
@@ -26,6 +29,7 @@ class Head(nn.Module):
         super().__init__()
         self.implementation = implementation
         self.chunk_size = chunk_size
+        self.rule = LogitRule(spec.logit_scale, spec.logit_softcap)
         self.compile_backend: str | None = None
         # A tied head gets the embedding's weight with each call: one parameter under one name, nothing to keep in step.
         self.weight = None if spec.tied_head else nn.Parameter(torch.empty(spec.vocab_size, spec.dim))
@@ -36,9 +40,13 @@ class Head(nn.Module):
         labels: torch.Tensor,
         tied: torch.Tensor | None = None,
         reduction: Literal["none", "sum"] = "none",
-    ) -> torch.Tensor:
-        """Log-probabilities of labels [B, S] given hidden [B, S, dim]: float32 [B, S], 0 where ignored; or the sum."""
-        return self.log_probs(hidden, self.weight if tied is None else tied, labels, reduction)
+        with_entropy: bool = False,
+    ) -> LogProbs:
+        """Log-probabilities of labels [B, S] given hidden [B, S, dim]: float32 [B, S], 0 where ignored; or the sum.
+
+        `with_entropy` (without reduction): those and the entropy at each token, [B, S] in nats, 0 where ignored.
+        """
+        return self.log_probs(hidden, self.weight if tied is None else tied, labels, reduction, with_entropy)
 
     def log_probs(
         self,
@@ -46,14 +54,22 @@ class Head(nn.Module):
         weight: torch.Tensor,
         labels: torch.Tensor,
         reduction: Literal["none", "sum"],
+        with_entropy: bool = False,
         shard: VocabularyShard | None = None,
-    ) -> torch.Tensor:
+    ) -> LogProbs:
         """What forward returns, with the weight in hand; with `shard` the weight is some rows of the vocabulary."""
+        assert reduction == "none" or not with_entropy
         if self.implementation == "linear":
-            return linear_log_probs(hidden, weight, labels, reduction, self.chunk_size, self.compile_backend, shard)
+            options = {"chunk_size": self.chunk_size, "chunk": Chunk(self.rule, shard, self.compile_backend)}
+            if with_entropy:
+                return linear_log_probs_and_entropy(hidden, weight, labels, **options)
+            return linear_log_probs(hidden, weight, labels, reduction, **options)
         assert shard is None, "full logits need the whole vocabulary"
-        logits = F.linear(hidden, weight).float()
+        logits = self.rule(F.linear(hidden, weight).float())
         losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none")
+        if with_entropy:
+            logs = logits.log_softmax(-1)
+            return -losses.view_as(labels), (-(logs.exp() * logs).sum(-1)).masked_fill(labels == IGNORE, 0.0)
         return -losses.sum() if reduction == "sum" else -losses.view_as(labels)
 
     def compile_loss(self, backend: str) -> None:
@@ -61,4 +77,5 @@ class Head(nn.Module):
         self.compile_backend = backend
 
     def logits(self, hidden: torch.Tensor, tied: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(hidden, self.weight if tied is None else tied)
+        """Logits [B, S, vocab] of hidden [B, S, dim]."""
+        return self.rule(F.linear(hidden, self.weight if tied is None else tied))

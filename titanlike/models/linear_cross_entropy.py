@@ -6,19 +6,17 @@ Tokens that aren't trained on are left out before the projection; the rest goes 
   forward, while a chunk's probabilities are still in cache; the backward only scales them.
 - "none": the gradient of each token arrives in the backward, which projects each chunk once more.
 
-Statistics and the weight's gradient are float32 whatever the inputs are.
+Statistics and the weight's gradient are float32 whatever the inputs are (float64 for float64 inputs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
 from typing import Literal
 
 import torch
 
 from titanlike.data.batch import IGNORE
+from titanlike.models.logits_chunk import PLAIN, Chunk
 
 # Bytes of a chunk's float32 logits that keep the passes over them inside a CPU's last-level cache; GPUs want larger
 # matrix products instead.
@@ -27,139 +25,69 @@ _GPU_CHUNK_BYTES = 1 << 30
 
 
 def chunk_rows(wanted: int, weight: torch.Tensor) -> int:
-    """Tokens a chunk: what the config says, or what suits the device and the vocabulary."""
+    """Tokens a chunk: what the config says, or what suits the device, the vocabulary and the width.
+
+    Each chunk reads and writes the weight's whole gradient: with a fraction of the width as its rows that stays below
+    what the passes over the logits cost, however large the vocabulary.
+    """
     if wanted:
         return wanted
+    vocab, dim = weight.shape
     budget = _CPU_CHUNK_BYTES if weight.device.type == "cpu" else _GPU_CHUNK_BYTES
-    return max(64, budget // (4 * weight.shape[0]))
+    return max(64, dim // 2, budget // (4 * vocab))
 
 
-@dataclass(frozen=True)
-class VocabularyShard:
-    """Rows `first` … of a head whose other rows are on other ranks; `stack` gives every rank's x [ranks, *x.shape].
-
-    Ranks exchange three numbers a token. All of them return the same log-probabilities; a rank's gradient of the hidden
-    states is that through its own rows, for the caller to add up.
-    """
-
-    first: int
-    stack: Callable[[torch.Tensor], torch.Tensor]
-
-    def own(self, labels: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each label's row here (any row where it is elsewhere) and whether it is here, [n, 1] each."""
-        labels = labels[:, None] - self.first
-        here = (labels >= 0) & (labels < rows)
-        return labels.masked_fill(~here, 0), here
-
-    def merge(self, highest: torch.Tensor, total: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Over the whole vocabulary: log-probabilities, and the divisor of exp(logits - highest) here; [n, 1] each.
-
-        highest, total, wanted [n, 1]: largest logit, Σ exp(logits - highest), the label's logit or 0 where elsewhere.
-        """
-        maxima, totals, logits = self.stack(torch.stack([highest, total, wanted])).unbind(1)
-        largest = maxima.amax(0)
-        everything = (totals * (maxima - largest).exp()).sum(0)
-        return logits.sum(0) - largest - everything.log(), everything * (largest - highest).exp()
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _shard_statistics(hidden: torch.Tensor, weight: torch.Tensor, own: torch.Tensor, here: torch.Tensor):
-    """exp(logits - highest) [n, rows], and what `VocabularyShard.merge` asks for, of this rank's rows; float32."""
-    logits = (hidden @ weight.t()).float()
-    wanted = logits.gather(1, own).masked_fill(~here, 0.0)
-    highest = logits.amax(-1, keepdim=True)
-    powers = logits.sub_(highest).exp_()
-    return powers, highest, powers.sum(-1, keepdim=True), wanted
+def _forward(hidden, weight, labels, rows, chunk: Chunk, with_entropy: bool):
+    """Log-probabilities [n] and, if asked for, entropies [n]; no gradients."""
+    hidden, weight = hidden.detach(), weight.detach()
+    chosen = hidden.new_empty(labels.shape, dtype=_wide(hidden))
+    entropy = torch.empty_like(chosen) if with_entropy else None
+    for a in range(0, len(labels), rows):
+        part = slice(a, a + rows)
+        found = chunk.forward(hidden[part], weight, labels[part], with_entropy)
+        chosen[part] = (found.wanted - found.log_normaliser).squeeze(1)
+        if entropy is not None:
+            entropy[part] = found.entropy.squeeze(1)
+    return chosen, entropy
 
 
-def _sharded_forward(statistics, shard: VocabularyShard, hidden, weight, labels):
-    own, here = shard.own(labels, weight.shape[0])
-    _, *sums = statistics(hidden, weight, own, here)
-    return shard.merge(*sums)[0].squeeze(1)
-
-
-def _sharded_gradient(statistics, shard: VocabularyShard, hidden, weight, labels, upstream):
-    own, here = shard.own(labels, weight.shape[0])
-    grad, *sums = statistics(hidden, weight, own, here)
-    chosen, divisor = shard.merge(*sums)
-    upstream = torch.ones_like(divisor) if upstream is None else upstream[:, None]
-    grad.mul_(-upstream / divisor).scatter_add_(1, own, upstream * here)
-    return chosen.squeeze(1), grad.to(hidden.dtype)
-
-
-def _forward_chunk(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the labels [n], float32."""
-    logits = (hidden @ weight.t()).float()
-    return (logits.gather(1, labels[:, None]) - logits.logsumexp(-1, keepdim=True)).squeeze(1)
-
-
-def _gradient_chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, upstream: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [n], and the logits' gradient [n, vocab] in hidden's dtype: (onehot − softmax) · upstream."""
-    logits = (hidden @ weight.t()).float()
-    highest = logits.amax(-1, keepdim=True)
-    wanted = logits.gather(1, labels[:, None]) - highest
-    # In place and with one factor for all: every pass over [n, vocab] that is saved shows.
-    grad = logits.sub_(highest).exp_()
-    total = grad.sum(-1, keepdim=True)
-    upstream = torch.ones_like(total) if upstream is None else upstream[:, None]
-    grad.mul_(-upstream / total).scatter_add_(1, labels[:, None], upstream)
-    return (wanted - total.log()).squeeze(1), grad.to(hidden.dtype)
-
-
-@cache
-def _compiled(function, backend: str):
-    return torch.compile(function, backend=backend, dynamic=True)
-
-
-def _chunk_functions(backend: str | None, shard: VocabularyShard | None):
-    """The functions of a chunk for this run: log-probabilities alone, and with the logits' gradient."""
-
-    def maybe(function):
-        return _compiled(function, backend) if backend else function
-
-    if shard is None:
-        return maybe(_forward_chunk), maybe(_gradient_chunk)
-    # Talking to the other ranks stays outside of what is compiled.
-    statistics = maybe(_shard_statistics)
-    return partial(_sharded_forward, statistics, shard), partial(_sharded_gradient, statistics, shard)
+def _gradients(hidden, weight, labels, upstream, of_entropy, rows, chunk: Chunk):
+    """Log-probabilities [n], gradient of hidden [n, dim] and of weight (wide), chunk by chunk."""
+    hidden, weight = hidden.detach(), weight.detach()
+    chosen = hidden.new_empty(labels.shape, dtype=_wide(hidden))
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)
+    for a in range(0, len(labels), rows):
+        part = slice(a, a + rows)
+        up, of = (None if x is None else x[part] for x in (upstream, of_entropy))
+        grad_logits, found = chunk.gradient(hidden[part], weight, labels[part], up, of)
+        chosen[part] = (found.wanted - found.log_normaliser).squeeze(1)
+        torch.mm(grad_logits, weight, out=grad_hidden[part])
+        _accumulate(grad_weight, grad_logits, hidden[part])
+    return chosen, grad_hidden, grad_weight
 
 
 def _accumulate(total: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total [vocab, dim] float32 += grad_logits^T [vocab, n] @ hidden [n, dim]."""
+    """total [vocab, dim], wide, += grad_logits^T [vocab, n] @ hidden [n, dim]."""
     if hidden.dtype == total.dtype:
         total.addmm_(grad_logits.t(), hidden)
     else:
         total.add_(grad_logits.t() @ hidden)
 
 
-def _gradients(hidden, weight, labels, upstream, rows, gradient_chunk):
-    """Log-probabilities [n], gradient of hidden [n, dim] and of weight (float32), chunk by chunk."""
-    hidden, weight = hidden.detach(), weight.detach()
-    chosen = hidden.new_empty(labels.shape, dtype=torch.float32)
-    grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros(
-        weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device
-    )
-    for a in range(0, len(labels), rows):
-        part = slice(a, a + rows)
-        up = None if upstream is None else upstream[part]
-        chosen[part], grad_logits = gradient_chunk(hidden[part], weight, labels[part], up)
-        grad_hidden[part] = grad_logits @ weight
-        _accumulate(grad_weight, grad_logits, hidden[part])
-    return chosen, grad_hidden, grad_weight
-
-
 class _SumLogProbs(torch.autograd.Function):
     """Σ log p(label); gradients taken in the forward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, rows, chunks):
-        log_probs, gradient = chunks
+    def forward(ctx, hidden, weight, labels, rows, chunk):
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
-            return _forward_only(hidden, weight, labels, rows, log_probs).sum()
-        chosen, grad_hidden, grad_weight = _gradients(hidden, weight, labels, None, rows, gradient)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            return _forward(hidden, weight, labels, rows, chunk, False)[0].sum()
+        chosen, *gradients = _gradients(hidden, weight, labels, None, None, rows, chunk)
+        ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight.dtype
         return chosen.sum()
 
@@ -167,33 +95,44 @@ class _SumLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * upstream, (grad_weight * upstream).to(ctx.weight_dtype), None, None, None
+        # Scaled where they are: a copy of the weight's gradient would be as large as the weight in float32. A second
+        # backward would read what has changed, and torch refuses it.
+        return grad_hidden.mul_(upstream), grad_weight.mul_(upstream).to(ctx.weight_dtype), None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
-    """log p(label) of each token; gradients by projecting again in the backward."""
+    """log p(label) of each token, and its entropy if asked for; gradients by projecting again in the backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, rows, chunks):
+    def forward(ctx, hidden, weight, labels, rows, chunk, with_entropy):
         ctx.save_for_backward(hidden, weight, labels)
-        log_probs, ctx.gradient = chunks
-        ctx.rows = rows
-        return _forward_only(hidden, weight, labels, rows, log_probs)
+        ctx.chunk, ctx.rows = chunk, rows
+        return _forward(hidden, weight, labels, rows, chunk, with_entropy)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):
+    def backward(ctx, upstream, of_entropy):
         hidden, weight, labels = ctx.saved_tensors
-        _, grad_hidden, grad_weight = _gradients(hidden, weight, labels, upstream, ctx.rows, ctx.gradient)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        _, *gradients = _gradients(hidden, weight, labels, upstream, of_entropy, ctx.rows, ctx.chunk)
+        return gradients[0], gradients[1].to(weight.dtype), None, None, None, None
 
 
-def _forward_only(hidden, weight, labels, rows, log_probs):
-    hidden, weight = hidden.detach(), weight.detach()
-    chosen = hidden.new_empty(labels.shape, dtype=torch.float32)
-    for a in range(0, len(labels), rows):
-        chosen[a : a + rows] = log_probs(hidden[a : a + rows], weight, labels[a : a + rows])
-    return chosen
+class _Kept:
+    """The tokens that are trained on, out of all; what is computed of them goes back to its place."""
+
+    def __init__(self, hidden: torch.Tensor, labels: torch.Tensor):
+        self._shape = labels.shape
+        self.hidden, self.labels = hidden.reshape(-1, hidden.shape[-1]), labels.flatten()
+        kept = (self.labels != IGNORE).nonzero().squeeze(1)
+        self._kept = None if len(kept) == labels.numel() else kept
+        if self._kept is not None:
+            self.hidden, self.labels = self.hidden[kept], self.labels[kept]
+
+    def back(self, values: torch.Tensor) -> torch.Tensor:
+        """values [n] as the labels were shaped, 0 where ignored."""
+        if self._kept is not None:
+            values = values.new_zeros(self._shape.numel()).index_copy(0, self._kept, values)
+        return values.view(self._shape)
 
 
 def linear_log_probs(
@@ -201,26 +140,31 @@ def linear_log_probs(
     weight: torch.Tensor,
     labels: torch.Tensor,
     reduction: Literal["none", "sum"] = "none",
+    *,
     chunk_size: int = 0,
-    backend: str | None = None,
-    shard: VocabularyShard | None = None,
+    chunk: Chunk = PLAIN,
 ) -> torch.Tensor:
-    """Log-probabilities of labels under softmax(hidden @ weight^T).
+    """Log-probabilities of labels under the logits hidden @ weight^T.
 
     hidden [..., dim] and weight [vocab, dim] of one dtype, labels int64 [...] with IGNORE where a token isn't trained
-    on; chunk_size in tokens, 0 for what suits the device; backend of torch.compile for a chunk, if any; shard
-    where weight is some rows of the vocabulary. Returns float32 [...], 0 where ignored, or their sum; with every token
-    ignored the gradients are zeros, not missing.
+    on; chunk_size in tokens, 0 for what suits the device. Returns float32 [...], 0 where ignored, or their sum; with
+    every token ignored the gradients are zeros, not missing.
     """
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    kept = (labels.flatten() != IGNORE).nonzero().squeeze(1)
-    whole = len(kept) == labels.numel()
-    inputs = (flat, labels.flatten()) if whole else (flat[kept], labels.flatten()[kept])
-    rows = chunk_rows(chunk_size, weight)
-    chunks = _chunk_functions(backend, shard)
+    kept, rows = _Kept(hidden, labels), chunk_rows(chunk_size, weight)
     if reduction == "sum":
-        return _SumLogProbs.apply(inputs[0], weight, inputs[1], rows, chunks)
-    chosen = _LogProbs.apply(inputs[0], weight, inputs[1], rows, chunks)
-    if whole:
-        return chosen.view(labels.shape)
-    return chosen.new_zeros(labels.numel()).index_copy(0, kept, chosen).view(labels.shape)
+        return _SumLogProbs.apply(kept.hidden, weight, kept.labels, rows, chunk)
+    return kept.back(_LogProbs.apply(kept.hidden, weight, kept.labels, rows, chunk, False)[0])
+
+
+def linear_log_probs_and_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    chunk_size: int = 0,
+    chunk: Chunk = PLAIN,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `linear_log_probs` without reduction, and the entropy of each token's distribution in nats; both [...]."""
+    kept, rows = _Kept(hidden, labels), chunk_rows(chunk_size, weight)
+    found = _LogProbs.apply(kept.hidden, weight, kept.labels, rows, chunk, True)
+    return kept.back(found[0]), kept.back(found[1])

@@ -40,6 +40,8 @@ class DecoderSpec:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     tied_head: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     dropout: float = 0.0
 
     def problems(self) -> list[str]:

@@ -25,8 +25,21 @@ def clip_gradients(
     known = {id(copy) for copy in copies}
     norm = _global_norm([p.grad for p in with_gradients if id(p) not in known])
     if max_norm > 0:
-        _scale([_local(p.grad) for p in with_gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        _scale([_local(p.grad) for p in with_gradients], clipping_factor(norm, max_norm))
     return norm
+
+
+def clipping_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What a gradient of this norm is multiplied by."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def counted_square(grad: torch.Tensor) -> torch.Tensor:
+    """Of one gradient: the squared norm of the elements that this rank counts, a float64 scalar on the device."""
+    shard = _local(grad)
+    if not (_counts_here(grad) and shard.numel()):
+        return torch.zeros((), dtype=torch.float64, device=shard.device)
+    return torch.linalg.vector_norm(shard).double().square()
 
 
 def _scale(shards: list[torch.Tensor], factor: torch.Tensor) -> None:

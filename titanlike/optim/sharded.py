@@ -7,7 +7,7 @@ optimizer need not know of sharded tensors at all. Checkpoints see the state sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class ShardedOptimizer:
     def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict]], torch.optim.Optimizer]):
         self._groups = [{**group, "of": group["params"], "params": _shards(group["params"])} for group in groups]
         self.torch = build(self._groups)
+        self._shard = {parameter: shard for _, parameter, shard in self.parameters()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -52,15 +53,16 @@ class ShardedOptimizer:
             yield from zip(group["names"], group["of"], group["params"], strict=True)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Updates every parameter that has a gradient."""
-        for _, parameter, shard in self.parameters():
+    def step(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Updates those of `parameters` (all of them by default) that have a gradient."""
+        wanted = [p for p in (self._shard if parameters is None else parameters) if p.grad is not None]
+        for parameter in wanted:
+            shard = self._shard[parameter]
             # The memory of a sharded parameter may have been given anew since.
-            shard.data = local(parameter)
-            shard.grad = None if parameter.grad is None else _local_gradient(parameter)
+            shard.data, shard.grad = local(parameter), _local_gradient(parameter)
         self.torch.step()
-        for _, _, shard in self.parameters():
-            shard.grad = None
+        for parameter in wanted:
+            self._shard[parameter].grad = None
 
     def zero_grad(self) -> None:
         for _, parameter, _ in self.parameters():

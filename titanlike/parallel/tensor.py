@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import register_sharding
 
 from titanlike.models.decoder import Decoder
-from titanlike.models.linear_cross_entropy import VocabularyShard
+from titanlike.models.logits_chunk import VocabularyShard
 from titanlike.parallel import collectives
 
 
@@ -179,13 +179,13 @@ class VocabularyHead(_OnAxis):
 
     whole: bool
 
-    def log_probs(self, hidden, weight, labels, reduction):
+    def log_probs(self, hidden, weight, labels, reduction, with_entropy=False):
         hidden = self.axis.enter(hidden, labels.shape[1], summed=not self.whole)
         if self.whole:
             everywhere = weight.redistribute(placements=[Replicate()]).to_local()
-            return super().log_probs(hidden, everywhere, labels, reduction)  # type: ignore[misc]
+            return super().log_probs(hidden, everywhere, labels, reduction, with_entropy)  # type: ignore[misc]
         shard = VocabularyShard(first_row(weight, self.axis), self.axis.stack)
-        return super().log_probs(hidden, local(weight), labels, reduction, shard)  # type: ignore[misc]
+        return super().log_probs(hidden, local(weight), labels, reduction, with_entropy, shard)  # type: ignore[misc]
 
 
 def local(weight: torch.Tensor, gradient: Placement | None = None) -> torch.Tensor:

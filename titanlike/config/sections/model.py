@@ -45,6 +45,12 @@ class ModelOverrides(Section):
     tied_head: bool | None = None
     """Use the embedding's weight as the head."""
 
+    logit_scale: PositiveFloat | None = None
+    """Factor on the logits."""
+
+    logit_softcap: PositiveFloat | None = None
+    """Logits l become cap · tanh(l / cap)."""
+
     dropout: BelowOne | None = None
     """Dropout on the residual stream, as a share of its elements."""
 
