@@ -20,25 +20,10 @@ from titanlike.config import Config  # noqa: E402
 from titanlike.trainer import Trainer  # noqa: E402
 
 
-def tokenizer(folder: Path) -> Path:
-    """A tokenizer.json of VOCAB whole words."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
-    special = ["<pad>", "<s>", "</s>", "<unk>", "<r0>", "<r1>", "<r2>", "<r3>"]
-    vocabulary = {t: i for i, t in enumerate(special)} | {f"w{i}": i for i in range(8, c.VOCAB)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens([AddedToken(t, special=True) for t in special])
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    return folder
-
-
 def config(folder: Path) -> Config:
     text = folder / "words.jsonl"
-    ids = c.words(settings.steps * c.ROWS * (c.SEQ + 1))
-    rows = [ids[a : a + 1000] for a in range(0, len(ids), 1000)]
-    text.write_text("".join(json.dumps({"text": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows))
+    rows = c.rows(settings.steps * c.ROWS * (c.SEQ + 1) // 1000 + 1, 1000)
+    text.write_text("".join(json.dumps({"text": c.text(row)}) + "\n" for row in rows))
     sizes = {
         "dim": c.DIM,
         "n_layers": c.LAYERS,
@@ -51,7 +36,7 @@ def config(folder: Path) -> Config:
     return Config.model_validate(
         {
             "job": {"dump_folder": str(folder / "run")},
-            "model": {"hf_assets_path": str(tokenizer(folder)), "overrides": sizes},
+            "model": {"hf_assets_path": str(c.write_tokenizer(folder)), "overrides": sizes},
             # One document a row, as the plain loop sees it.
             "data": {"path": [str(text)], "document_mask": False, "cache_folder": str(folder / "cache")},
             "training": {
