@@ -107,7 +107,7 @@ def loss_and_gradients(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in microbatches:
         fault("forward", step)
-        total += model.forward_backward(batch.to(device), objective, weight)
+        total += model.forward_backward(batch.to(device), objective, weight, step)
     fault("backward", step)
     model.finish_gradients()
     return total

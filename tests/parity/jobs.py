@@ -111,6 +111,7 @@ def train_on(settings: Config, world: int, steps: int, batch_of: Callable[[int],
         "weights": gathered(model, lambda p: p),
         "initial": initial,
         "trained_tokens": trained,
+        "generator": torch.get_rng_state(),
         "graphs": counters["stats"]["unique_graphs"] - graphs,
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
     }

@@ -34,7 +34,6 @@ BUILT: dict[str, tuple[object, ...]] = {
     "job.recipe": ("pretrain",),
     "model.attention": ("auto", "sdpa", "math", "varlen"),
     "optimizer.name": ("AdamW", "Adam", "SGD"),
-    "model.overrides.dropout": (None, 0.0),
     # The learning rate is a function of the step: it has no state that could be left out.
     "checkpoint.exclude_from_loading": ("model", "optimizer", "dataloader", "train_state"),
     "activation_checkpoint.mode": ("none", "full", "selective"),

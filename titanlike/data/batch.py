@@ -29,6 +29,7 @@ class Batch:
     documents: torch.Tensor  # int32 [B, S]
     sequences: torch.Tensor  # int64 [B]
     offsets: torch.Tensor | None  # int32 [n + 1], or None
+    dropout_keys: torch.Tensor | None = None  # int64 [B, S], see models.dropout
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device. Offsets go along: the fused kernels read them where they run."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from titanlike.models import rope
 from titanlike.models.attention import Attention, KVCache
+from titanlike.models.dropout import Dropout, layer_keys
 from titanlike.models.head import Head
 from titanlike.models.spec import DecoderSpec, Part
 
@@ -64,6 +65,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(spec)
         self.attention_norm = RMSNorm(spec.dim, spec.norm_eps)
         self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.dropout = Dropout(spec.dropout) if spec.dropout else None
 
     def forward(
         self,
@@ -72,9 +74,12 @@ class Block(nn.Module):
         offsets: torch.Tensor | None = None,
         cache: KVCache | None = None,
         positions: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        h = x + self.attention(self.attention_norm(x), rope, offsets, cache, positions)
-        return h + self.feed_forward(self.ffn_norm(h))
+        attended = self.attention(self.attention_norm(x), rope, offsets, cache, positions)
+        h = x + (attended if self.dropout is None else self.dropout(attended, keys, 0))
+        forwarded = self.feed_forward(self.ffn_norm(h))
+        return h + (forwarded if self.dropout is None else self.dropout(forwarded, keys, 1))
 
 
 class Decoder(nn.Module):
@@ -131,18 +136,21 @@ class Decoder(nn.Module):
         labels: torch.Tensor | None = None,
         reduction: Literal["none", "sum"] = "none",
         caches: list[KVCache] | None = None,
+        dropout_keys: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [B, S, dim] after the last norm, or, given labels [B, S], their log-probabilities.
 
         inputs: tokens int64 [B, S], or, in a part that isn't the first, the hidden states [B, S, dim] of the part
         before; a part that isn't the last gives such. positions int64 [B, S] (default: 0 … S-1); offsets int32 [n + 1]
         or None as in `document_attention`. Log-probabilities are float32 [B, S], 0 where the label is ignored; with
-        reduction "sum" their sum. With caches, tokens continue each row at `positions`.
+        reduction "sum" their sum. With caches, tokens continue each row at `positions`. dropout_keys int64 [B, S] of
+        `token_keys`, without which nothing is dropped.
         """
         h = self.tok_embeddings(inputs) if self.part.first else inputs
         cos, sin = self.rope_table[:, : inputs.shape[1]] if positions is None else self.rope_table[:, positions]
-        for i, block in enumerate(self.layers.values()):
-            h = block(h, (cos, sin), offsets, *((caches[i], positions) if caches else ()))
+        for i, (layer, block) in enumerate(self.layers.items()):
+            keys = None if dropout_keys is None else layer_keys(dropout_keys, int(layer))
+            h = block(h, (cos, sin), offsets, *((caches[i], positions) if caches else (None, None)), keys)
         if not self.part.last:
             return h
         h = self.norm(h)

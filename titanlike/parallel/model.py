@@ -5,6 +5,7 @@ The trainer hands over whole rows; what of them this rank computes, and which ra
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlike.config import Config
 from titanlike.data.batch import Batch
 from titanlike.models.decoder import Decoder
+from titanlike.models.dropout import token_keys
 from titanlike.models.initial import Source, materialise
 from titanlike.objectives.base import Objective
 from titanlike.parallel.context import cut
@@ -29,6 +31,7 @@ class DistributedModel:
         self.parts = parts
         self.spec = parts[0].spec
         self._mesh, self._balancer = mesh, config.parallelism.context_parallel_load_balancer
+        self._seed = config.debug.seed
         self._offloads = config.training.enable_cpu_offload
         self._pipeline = Pipeline(parts, plan, mesh, config, cut=self._own_columns) if plan else None
 
@@ -81,11 +84,14 @@ class DistributedModel:
 
     # ---- what it computes
 
-    def forward_backward(self, batch: Batch, objective: Objective, weight: float) -> torch.Tensor:
-        """Adds the gradients of one microbatch's loss / weight up; `batch` is on the device.
+    def forward_backward(self, batch: Batch, objective: Objective, weight: float, step: int = 0) -> torch.Tensor:
+        """Adds the gradients of one microbatch's loss / weight up; `batch` is on the device, `step` tells masks apart.
 
         Returns the loss sum of this rank's tokens, float64, without gradient; zero where another rank knows it.
         """
+        if self.spec.dropout:
+            keys = token_keys(batch.sequences, batch.tokens.shape[1], self._seed, step)
+            batch = dataclasses.replace(batch, dropout_keys=keys)
         if self._pipeline:
             return self._pipeline.forward_backward(batch, objective, weight)
         loss = self._loss(batch, objective)
@@ -112,7 +118,14 @@ class DistributedModel:
         batch = self._own_columns(batch)
         positions = None if is_plain else batch.positions
         (part,) = self.parts
-        log_probs = part(batch.tokens, positions, batch.offsets, labels=batch.labels, reduction=objective.reduction)
+        log_probs = part(
+            batch.tokens,
+            positions,
+            batch.offsets,
+            labels=batch.labels,
+            reduction=objective.reduction,
+            dropout_keys=batch.dropout_keys,
+        )
         return objective.loss(log_probs, batch)
 
     def _own_columns(self, batch: Batch) -> Batch:

@@ -267,7 +267,7 @@ class _Call:
 def _arguments(part: Decoder, batch: Batch, objective: Objective) -> dict:
     """What a stage takes besides its inputs."""
     # Positions always: where sequences are split, a stage can't see from hidden states how long its rows are.
-    arguments = {"positions": batch.positions, "offsets": batch.offsets}
+    arguments = {"positions": batch.positions, "offsets": batch.offsets, "dropout_keys": batch.dropout_keys}
     if part.part.last:
         arguments |= {"labels": batch.labels, "reduction": objective.reduction}
     return arguments

@@ -8,6 +8,7 @@ meaning: how the weight lies on the tensor axis, and a forward that computes wit
     rowwise     inputs are split: weight columns over ranks. Its outputs are summed over ranks.
     replicated  the weight is whole on every rank (norms)
     vocabulary  rows of the embedding or of the head are split
+    tokens      no weight; what it is told of each token is cut as the residual stream is
 
 Weights are DTensors, so that full sharding, checkpoints and initial values know what a rank holds; activations are
 plain local tensors. With sequence parallelism, between layers a rank holds ceil(S / ranks) tokens of each row, the last
@@ -57,6 +58,12 @@ class TensorAxis:
     def stack(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's x [ranks, *x.shape]; no gradients."""
         return collectives.stack(x, self.size, self.group)
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of x [B, S, …], which all ranks have; no gradients."""
+        part = -(-x.shape[1] // self.size)
+        x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, part * self.size - x.shape[1]))
+        return x[:, self.rank * part : (self.rank + 1) * part]
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """From a split layer's partial outputs back to the residual stream."""
@@ -163,6 +170,15 @@ class Replicated(_OnAxis):
         return super().forward(x, weight)  # type: ignore[misc]
 
 
+class OfTokens(_OnAxis):
+    """Reads the residual stream, and something about every token of whole rows [B, S]."""
+
+    def forward(self, x: torch.Tensor, of_tokens: torch.Tensor | None, *args: Any) -> torch.Tensor:
+        if of_tokens is not None and self.axis.sequence:
+            of_tokens = self.axis.cut(of_tokens)
+        return super().forward(x, of_tokens, *args)  # type: ignore[misc]
+
+
 class VocabularyEmbedding(_OnAxis, nn.Embedding):
     """Looks up the tokens of this rank's rows; the others add zeros."""
 
@@ -263,6 +279,10 @@ def _replicated(module: nn.Module, axis: TensorAxis, owner: nn.Module) -> None:
     _swap(module, Replicated, axis)
 
 
+def _tokens(module: nn.Module, axis: TensorAxis, owner: nn.Module) -> None:
+    _swap(module, OfTokens, axis)
+
+
 def _vocabulary(module: nn.Module, axis: TensorAxis, owner: nn.Module) -> None:
     _place(module, axis, Shard(0))
     _swap(module, VocabularyEmbedding if isinstance(module, nn.Embedding) else VocabularyHead, axis)
@@ -274,6 +294,7 @@ _STYLES = {
     "rowwise": _rowwise,
     "replicated": _replicated,
     "vocabulary": _vocabulary,
+    "tokens": _tokens,
 }
 
 
