@@ -17,8 +17,12 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import traceback
+from multiprocessing import connection
 from typing import Any
+
+_AFTER_A_FAILURE = 30.0  # seconds
 
 
 class Pool:
@@ -45,15 +49,29 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             for end in self._ends[:world]:
                 end.send((job, world, os.path.join(folder, "store") if group else None, port, arguments))
-            answers = []
-            for rank, end in enumerate(self._ends[:world]):
-                if not end.poll(timeout):
-                    self.close()
-                    raise TimeoutError(f"{job}: rank {rank} of {world} did not answer within {timeout} s")
-                answers.append(end.recv())
-        if failures := [f"rank {r}:\n{a[1]}" for r, a in enumerate(answers) if not a[0]]:
+            answers = self._collect(world, timeout)
+        failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in answers.items() if not fine]
+        if missing := [rank for rank in range(world) if rank not in answers]:
+            self.close()
+            kind = AssertionError if failures else TimeoutError
+            silent = f"{job}: ranks {missing} of {world} did not answer within {timeout} s"
+            raise kind("\n".join([silent, *failures]))
+        if failures:
             raise AssertionError(f"{job} failed on {len(failures)} of {world} ranks\n" + "\n".join(failures))
-        return [answer[1] for answer in answers]
+        return [answers[rank][1] for rank in range(world)]
+
+    def _collect(self, world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """The ranks' answers. When one has failed the others, which may wait for it, get little time to."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        until = time.monotonic() + timeout
+        waited_for = dict(zip(self._ends[:world], range(world), strict=True))
+        while waited_for and (ready := connection.wait(list(waited_for), max(0.0, until - time.monotonic()))):
+            for end in ready:
+                rank = waited_for.pop(end)
+                answers[rank] = end.recv()
+                if not answers[rank][0]:
+                    until = min(until, time.monotonic() + _AFTER_A_FAILURE)
+        return answers
 
     def close(self) -> None:
         for end in self._ends:

@@ -95,9 +95,10 @@ class _SumLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Scaled where they are: a copy of the weight's gradient would be as large as the weight in float32. A second
-        # backward would read what has changed, and torch refuses it.
-        return grad_hidden.mul_(upstream), grad_weight.mul_(upstream).to(ctx.weight_dtype), None, None, None
+        # Not in place: a pipeline's schedule that splits the backward asks twice. Straight into the weight's type, since
+        # a copy in float32 in between would be as large as the weight.
+        scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+        return grad_hidden * upstream, torch.mul(grad_weight, upstream, out=scaled), None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
