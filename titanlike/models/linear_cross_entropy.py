@@ -95,8 +95,8 @@ class _SumLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Not in place: a pipeline's schedule that splits the backward asks twice. Straight into the weight's type, for a
-        # copy in float32 in between would be as large as the weight.
+        # Not in place: a pipeline's schedule that splits the backward asks twice. Straight into the weight's
+        # type: a float32 copy on the way would be as large as the weight.
         scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         return grad_hidden * upstream, torch.mul(grad_weight, upstream, out=scaled), None, None, None
 
