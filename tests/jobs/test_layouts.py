@@ -53,7 +53,7 @@ def settings(tiny, tmp_path_factory):
     def settings(folder, parallelism, **sections):
         given = {
             "data": {"path": [str(path)], "validation_fraction": 0.02},
-            "validation": {"enable": True, "freq": 2, "local_batch_size": 3, "seq_len": 52},
+            "validation": {"enable": True, "freq": 2, "local_batch_size": 3, "seq_len": 56},
             "training": {"seq_len": SEQ_LEN, "local_batch_size": 4, "steps": STEPS, "max_norm": 0.1},
             "lr_scheduler": {"total_steps": 12},
             "metrics": {"log_freq": 1, "enable_tensorboard": True, "disable_color_printing": True},
