@@ -15,10 +15,12 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        for item in items:
-            if item.get_closest_marker("slow"):
+    for item in items:
+        if item.get_closest_marker("slow"):
+            if not config.getoption("--slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: needs --slow"))
+            elif not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(1800))
 
 
 @pytest.fixture

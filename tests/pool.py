@@ -49,7 +49,11 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             for end in self._ends[:world]:
                 end.send((job, world, os.path.join(folder, "store") if group else None, port, arguments))
-            answers = self._collect(world, timeout)
+            try:
+                answers = self._collect(world, timeout)
+            except BaseException:  # a test's own timeout: the next job must not read this one's answers
+                self.close()
+                raise
         failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in answers.items() if not fine]
         if missing := [rank for rank in range(world) if rank not in answers]:
             self.close()
