@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -189,9 +189,7 @@ class Trainer:
         self.update = build_update(self.config, self.model, self.optimizer, self.checkpoints.before_update)
         if found:
             check_origin(found.path, self.config, excluded)
-            tensors = self._tensors()
-            parts = {name: "optimizer" if name.startswith("optimizer.") else "model" for name in tensors}
-            self.checkpoints.load(found, {n: t for n, t in tensors.items() if parts[n] not in excluded})
+            self._fill(found.path, excluded, lambda tensors: self.checkpoints.load(found, tensors))
             if "train_state" not in excluded:
                 self.counters = Counters(**found.state["counters"])
             if "optimizer" not in excluded:
@@ -199,10 +197,20 @@ class Trainer:
             if "dataloader" not in excluded:
                 self.data.loader.load(found.state["data"], allow_changed=self.config.data.allow_changed)
         elif settings.initial_load_path:
-            tensors = dict(self.model.named_parameters()) if settings.initial_load_model_only else self._tensors()
-            self.checkpoints.load_foreign(settings.initial_load_path, tensors)
+            path = settings.initial_load_path
+            left = {"optimizer"} if settings.initial_load_model_only else set()
+            self._fill(path, left, lambda tensors: self.checkpoints.load_foreign(path, tensors))
         self.model.after_update()
         devices.check_materialised(self.model)
+
+    def _fill(self, path: Path | str, excluded: set[str], load: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        """Has `load` fill the weights and the optimizer's state, but for what is excluded."""
+        weights = {} if "model" in excluded else dict(self.model.named_parameters())
+        if "optimizer" in excluded:
+            load(weights)
+            return
+        with self.optimizer.arriving(lambda: self.checkpoints.shapes(path)) as state:
+            load({**weights, **state})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """All that a checkpoint holds, by name: weights at the root, as TorchTitan's, and the optimizer's state."""
@@ -298,7 +306,8 @@ class Trainer:
                 self._collect_garbage(step)
                 profiler.step()
                 if step == first:
-                    devices.set_timeout(config.comm.train_timeout_seconds, self.mesh.groups())
+                    groups = [*self.mesh.groups(), *self.optimizer.groups()]
+                    devices.set_timeout(config.comm.train_timeout_seconds, groups)
                 if totals.stop:
                     outcome = "stopped"
                     break
@@ -324,7 +333,7 @@ class Trainer:
         """One update. Returns what the step's row says of it, or None where no row is due."""
         devices.seed_everything(self.config.debug.seed, step)
         rate = self.schedule.apply(self.optimizer, step)
-        self.update.before_backward()
+        self.update.before_backward(step)
         loss_sum = loss_and_gradients(
             self.model, self.objective, batch.microbatches, max(totals.weight, 1.0), self.device, step
         )

@@ -162,6 +162,26 @@ def test_rules(override, part):
     assert part in problem
 
 
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--optimizer.stochastic_rounding"], ["needs training.dtype or optimizer.state_dtype"]),
+        (["--compile.components=optimizer", "--compile.enable"], ["compile.components", "name = 'AdamW'", "AdamW8bit"]),
+        (["--optimizer.state_dtype=bfloat16", "--optimizer.name=AdamW8bit"], ["state_dtype", "quantises its state"]),
+        (["--optimizer.in_backward", "--training.max_norm=0", "--optimizer.name=Muon"], ["in_backward", "'Muon'"]),
+    ],
+)
+def test_optimizers_refuse_what_does_not_go_with_them(argv, parts):
+    (problem,) = problems(*argv)
+    assert all(part in problem for part in parts)
+
+
+def test_optimizers_take_what_goes_with_them():
+    load_config(["--optimizer.stochastic_rounding", "--training.dtype=bfloat16"])
+    load_config(["--optimizer.stochastic_rounding", "--optimizer.state_dtype=bfloat16", "--optimizer.name=Muon"])
+    load_config(["--compile.enable", "--compile.components=model,optimizer", "--optimizer.name=AdamWFp8"])
+
+
 def test_rules_of_several_keys():
     assert (
         "profile_freq = 3: must be at least 4"

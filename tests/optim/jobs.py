@@ -34,7 +34,7 @@ def peak_of_gradients(rank: int, world: int, *, config: dict[str, Any]) -> int:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
     update = build_update(settings, model, build_optimizer(model, settings), lambda: None)
-    update.before_backward()
+    update.before_backward(1)
     local = settings.training.local_batch_size
     mine = take(rows(1, settings, "uneven"), mesh.place.data * local, local)
     loss_and_gradients(model, NextToken(), [mine], 1.0, torch.device("cpu"))

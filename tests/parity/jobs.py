@@ -97,7 +97,7 @@ def train_on(settings: Config, world: int, steps: int, batch_of: Callable[[int],
         totals = add_up(NextToken(), mine, mesh)
         trained = totals.trained_tokens
         schedule.apply(optimizer, step)
-        update.before_backward()
+        update.before_backward(step)
         loss = loss_and_gradients(model, NextToken(), mine, max(totals.weight, 1.0), torch.device("cpu"))
         if step == 1 and not settings.optimizer.in_backward:
             gradients = gathered(model, lambda p: p.grad)

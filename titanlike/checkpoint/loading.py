@@ -134,6 +134,13 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def shapes(path: Path, group: Group) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that the checkpoint in `path` has, by name."""
+    metadata = agree.together(lambda: storage.read_metadata(path), group)
+    found = {name: storage.saved_shape(metadata, name) for name in metadata.state_dict_metadata}
+    return {name: shape for name, shape in found.items() if shape is not None}
+
+
 def load(path: Path, tensors: Mapping[str, torch.Tensor], group: Group) -> None:
     """Fill `tensors` in place, whatever their layout, from the checkpoint in `path`.
 

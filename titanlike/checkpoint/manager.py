@@ -197,6 +197,10 @@ class CheckpointManager:
         if found.path.parent == self.folder:
             self._kept_step = found.step
 
+    def shapes(self, path: Path | str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in the checkpoint or DCP folder `path`, by name."""
+        return loading.shapes(Path(path), self._group)
+
     def load_foreign(self, path: Path | str, tensors: Mapping[str, torch.Tensor], exclude: Sequence[str] = ()) -> None:
         """Fill `tensors` from a DCP folder of another program; see `loading.load_foreign`."""
         loading.load_foreign(Path(path), tensors, exclude, self._group)

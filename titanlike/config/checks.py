@@ -16,7 +16,8 @@ from titanlike.config.schema import Config
 from titanlike.errors import ConfigError
 
 RECIPES = ("pretrain", "sft", "dpo", "reward", "distill", "grpo", "ppo")
-OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon", "AdamW8bit", "AdamW4bit", "AdamWFp8")
+QUANTISED = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon", *QUANTISED)
 CONVERTERS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 
 
@@ -148,6 +149,23 @@ def optimizer(config: Config) -> Iterator[Problem]:
         seen.add(group.pattern)
 
 
+def optimizer_state(config: Config) -> Iterator[Problem]:
+    """What state rests in and how it is rounded fits the optimizer and the weights' type."""
+    chosen, name = config.optimizer, f"optimizer.name = {config.optimizer.name!r}"
+    key = "optimizer.state_dtype"
+    if chosen.state_dtype and chosen.name in QUANTISED:
+        text = f"{key} = {chosen.state_dtype!r}: does not go with {name}, which quantises its state"
+        yield Problem((key, "optimizer.name"), text)
+    if chosen.stochastic_rounding and "bfloat16" not in (config.training.dtype, chosen.state_dtype):
+        rounding = "optimizer.stochastic_rounding"
+        text = f'{rounding} = true: nothing is rounded; needs training.dtype or {key} = "bfloat16"'
+        yield Problem((rounding, "training.dtype", key), text)
+    if config.compile.enable and "optimizer" in config.compile.components and chosen.name not in QUANTISED:
+        key = "compile.components"
+        text = f'{key}: "optimizer" does not go with {name}; it is for {", ".join(QUANTISED)}, others have kernels'
+        yield Problem((key, "optimizer.name"), text)
+
+
 def in_backward(config: Config) -> Iterator[Problem]:
     """An update in backward comes before the whole gradient is known."""
     if not config.optimizer.in_backward:
@@ -165,6 +183,9 @@ def in_backward(config: Config) -> Iterator[Problem]:
         yield Problem((key, "training.max_norm"), text)
     if config.compile.enable and "optimizer" in config.compile.components:
         yield Problem((key, "compile.components"), f'{clash} "optimizer" in compile.components')
+    if config.optimizer.name == "Muon":
+        text = f"{clash} optimizer.name = 'Muon', which puts whole matrices together once all gradients are there"
+        yield Problem((key, "optimizer.name"), text)
     if config.parallelism.pipeline_parallel_degree > 1:
         yield Problem(
             (key, "parallelism.pipeline_parallel_degree"),
@@ -233,6 +254,7 @@ RULES: tuple[Rule, ...] = (
     data,
     recipe,
     optimizer,
+    optimizer_state,
     in_backward,
     precision,
     recomputation,

@@ -33,11 +33,9 @@ SECTIONS = (
 BUILT: dict[str, tuple[object, ...]] = {
     "job.recipe": ("pretrain",),
     "model.attention": ("auto", "sdpa", "math", "varlen"),
-    "optimizer.name": ("AdamW", "Adam", "SGD"),
     # The learning rate is a function of the step: it has no state that could be left out.
     "checkpoint.exclude_from_loading": ("model", "optimizer", "dataloader", "train_state"),
     "activation_checkpoint.mode": ("none", "full", "selective"),
-    "compile.components": ("model", "loss"),
     "parallelism.expert_parallel_degree": (1,),
     "parallelism.expert_tensor_parallel_degree": (1,),
 }
@@ -53,8 +51,6 @@ DEFAULT_ONLY = (
     "data.stages",
     "data.stream",
     "training.activation_offload",
-    "optimizer.state_dtype",
-    "optimizer.stochastic_rounding",
     "compile.cache_folder",
     "checkpoint.keep_every_n",
     "checkpoint.keep_best_metric",
@@ -86,7 +82,7 @@ def _partly_built(config: Config) -> list[tuple[str, object]]:
     found = []
     for key, built in BUILT.items():
         value = _value(config, key)
-        if key in ("job.recipe", "optimizer.name") and config.job.imports:
+        if key == "job.recipe" and config.job.imports:
             continue  # an imported module may register it
         if isinstance(value, list):
             found += [(key, v) for v in value if v not in built]

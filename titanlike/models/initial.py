@@ -37,13 +37,16 @@ class Shard:
 
 def shards(model: nn.Module) -> Iterator[Shard]:
     """Every parameter's local shard, with where it lies in the whole."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            _, start = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-            yield Shard(name, parameter.shape, tuple(start), parameter.to_local())
-        else:
-            yield Shard(name, parameter.shape, (0,) * parameter.ndim, parameter.data)
+    return (shard_of(name, parameter) for name, parameter in model.named_parameters())
+
+
+def shard_of(name: str, parameter: torch.Tensor) -> Shard:
+    """What this rank holds of a parameter, and where that lies in the whole."""
+    if not isinstance(parameter, DTensor):
+        return Shard(name, parameter.shape, (0,) * parameter.ndim, parameter.data)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    _, start = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return Shard(name, parameter.shape, tuple(start), parameter.to_local())
 
 
 Source = Callable[[Shard], torch.Tensor]
@@ -97,12 +100,12 @@ def normal(shard: Shard, std: float, seed: int) -> torch.Tensor:
     key = key_of(seed, shard.name)
     for a in range(0, len(lead), step):
         part = lead[a : a + step]
-        index = _global_index(shard, a, part.shape if out.ndim else torch.Size(()), device)
+        index = global_index(shard, a, part.shape if out.ndim else torch.Size(()), device)
         part.copy_(_quantile(random_bits(index, key)).mul_(std).view(part.shape))
     return out
 
 
-def _global_index(shard: Shard, first: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
+def global_index(shard: Shard, first: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
     """Row-major index in the whole parameter of each element of rows first … of the shard, int64 of that shape."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1

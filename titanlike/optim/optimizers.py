@@ -13,6 +13,9 @@ from titanlike.config import Config
 from titanlike.config.registry import Registry
 from titanlike.errors import ConfigError
 from titanlike.models.decoder import RMSNorm
+from titanlike.optim.low_bit import LowBitAdamW
+from titanlike.optim.muon import Muon
+from titanlike.optim.narrow import Storage, Widened
 from titanlike.optim.sharded import ShardedOptimizer
 
 BuildOptimizer = Callable[[list[dict], Config], torch.optim.Optimizer]
@@ -52,7 +55,27 @@ def _adam(groups: list[dict], config: Config) -> torch.optim.Optimizer:
 @optimizers.register("SGD")
 def _sgd(groups: list[dict], config: Config) -> torch.optim.Optimizer:
     c = config.optimizer
-    return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum, **_implementation(config))
+    return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum or 0.0, **_implementation(config))
+
+
+@optimizers.register("Muon")
+def _muon(groups: list[dict], config: Config) -> torch.optim.Optimizer:
+    storage = Storage(config)
+    return Muon(groups, lambda rest: _stored(_adamw(rest, config), storage), config, storage)
+
+
+@optimizers.register("AdamW8bit")
+@optimizers.register("AdamW4bit")
+@optimizers.register("AdamWFp8")
+def _low_bit(groups: list[dict], config: Config) -> torch.optim.Optimizer:
+    # Compiling costs a minute and spares an accelerator most of the update's time and memory.
+    on_accelerator = any(shard.device.type != "cpu" for group in groups for shard in group["params"])
+    asked = config.compile.enable and "optimizer" in config.compile.components
+    return LowBitAdamW(groups, config, compiled=on_accelerator or asked)
+
+
+def _stored(optimizer: torch.optim.Optimizer, storage: Storage) -> torch.optim.Optimizer:
+    return Widened(optimizer, storage) if storage.needed else optimizer
 
 
 def parameter_kinds(model: Named) -> dict[str, str]:
@@ -110,4 +133,9 @@ def _check_patterns(patterns: list[str], names: set[str]) -> None:
 def build_optimizer(model: Named, config: Config) -> ShardedOptimizer:
     """The optimizer of `[optimizer]` over the model's trainable parameters."""
     build = optimizers.get(config.optimizer.name, "optimizer.name")
-    return ShardedOptimizer(parameter_groups(model, config), lambda groups: build(groups, config))
+
+    def complete(groups: list[dict]) -> torch.optim.Optimizer:
+        optimizer = build(groups, config)
+        return optimizer if hasattr(optimizer, "storage") else _stored(optimizer, Storage(config))
+
+    return ShardedOptimizer(parameter_groups(model, config), complete)

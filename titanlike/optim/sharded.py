@@ -7,32 +7,18 @@ optimizer need not know of sharded tensors at all. Checkpoints see the state sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it, the same memory; without gradient."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """A tensor of this rank's elements as one that is sharded as the parameter is, in the same memory."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+from titanlike.optim import arriving
+from titanlike.optim.low_bit import Blocks
+from titanlike.optim.placed import local
 
 
 class ShardedOptimizer:
@@ -51,6 +37,15 @@ class ShardedOptimizer:
         """Name, parameter, and the tensor that the torch optimizer knows it by."""
         for group in self.torch.param_groups:
             yield from zip(group["names"], group["of"], group["params"], strict=True)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Process groups that the update's own collectives run on."""
+        return getattr(self.torch, "groups", [])
+
+    def begin(self, step: int) -> None:
+        """Says which step the next update is of: what is random in it is a function of that."""
+        if storage := getattr(self.torch, "storage", None):
+            storage.step = step
 
     @torch.no_grad()
     def step(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -71,15 +66,34 @@ class ShardedOptimizer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state as `optimizer.<parameter>.<key>`; the tensors themselves, so that loading fills them.
 
-        A fresh optimizer is given its state first, by a step with a learning rate of zero.
+        A quantised moment is two tensors, `….codes` and `….scale`. A fresh optimizer is given its state first, by a
+        step with a learning rate of zero.
         """
+        return {name: tensor for one in self._state() for name, tensor in one.stored().items()}
+
+    @contextmanager
+    def arriving(self, saved: Callable[[], Mapping[str, tuple[int, ...]]]) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors to fill from a checkpoint that has those of `saved` (name to shape), as with `tensors`.
+
+        State that was saved with other blocks, or quantised here and not there, arrives in tensors of its own, which
+        are turned into this optimizer's state when the context ends.
+        """
+        # Only what quantises wants to know what there is.
+        shapes = saved() if hasattr(self.torch, "blocks") else {}
+        state = [arriving.Arrival.of(one, shapes) for one in self._state()]
+        yield {name: tensor for one in state for name, tensor in one.to_fill.items()}
+        for one in state:
+            one.settle()
+
+    def _state(self) -> list[arriving.State]:
         self._give_state()
-        return {
-            f"optimizer.{name}.{key}": like(parameter, value) if value.shape == shard.shape else value
+        blocks: dict[torch.Tensor, Blocks] = getattr(self.torch, "blocks", {})
+        return [
+            arriving.State(f"optimizer.{name}.{key}", key, value, parameter, blocks.get(shard))
             for name, parameter, shard in self.parameters()
             for key, value in self.torch.state[shard].items()
             if isinstance(value, torch.Tensor)
-        }
+        ]
 
     @torch.no_grad()
     def _give_state(self) -> None:
@@ -91,6 +105,7 @@ class ShardedOptimizer:
         for _, parameter, _ in self.parameters():
             assert parameter.grad is None, "an optimizer is given its state before the first gradients"
             parameter.grad = torch.zeros_like(parameter)
+        self.begin(0)
         self.step()
         self.zero_grad()
         for state in self.torch.state.values():

@@ -15,7 +15,8 @@ from torch import nn
 
 from titanlike.config import Config
 from titanlike.optim.clip import clip_gradients, clipping_factor, counted_square
-from titanlike.optim.sharded import ShardedOptimizer, local
+from titanlike.optim.placed import local
+from titanlike.optim.sharded import ShardedOptimizer
 
 
 class Clipped(Protocol):
@@ -32,7 +33,7 @@ class Clipped(Protocol):
 class Update(Protocol):
     """Around a step's backward; `ready` waits until the weights may change."""
 
-    def before_backward(self) -> None: ...
+    def before_backward(self, step: int) -> None: ...
 
     def after_backward(self) -> torch.Tensor:
         """Once this returns the step's update is done and no gradient is left. The gradient's norm before clipping."""
@@ -51,8 +52,8 @@ class AfterBackward:
     def __init__(self, model: Clipped, optimizer: ShardedOptimizer, max_norm: float, ready: Callable[[], None]):
         self._model, self._optimizer, self._max_norm, self._ready = model, optimizer, max_norm, ready
 
-    def before_backward(self) -> None:
-        pass
+    def before_backward(self, step: int) -> None:
+        self._optimizer.begin(step)
 
     def after_backward(self) -> torch.Tensor:
         norm = clip_gradients(self._model.parameters(), self._max_norm, copies=self._model.copies)
@@ -82,8 +83,9 @@ class InBackward:
         for _, parameter, _ in optimizer.parameters():
             parameter.register_post_accumulate_grad_hook(self._update)
 
-    def before_backward(self) -> None:
+    def before_backward(self, step: int) -> None:
         self._ready()
+        self._optimizer.begin(step)
         self._squares = []
 
     @torch.no_grad()

@@ -95,8 +95,11 @@ class Optimizer(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the squared mean (Adam)."""
 
-    momentum: BelowOne = 0.0
-    """Momentum (SGD, Muon)."""
+    momentum: BelowOne | None = None
+    """Momentum (SGD, Muon); none is 0 for SGD and 0.95 for Muon."""
+
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Size of Muon's updates: that of AdamW's, so that learning rate and decay serve both; or sqrt(rows / columns)."""
 
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, as a share of the learning rate."""
@@ -117,10 +120,10 @@ class Optimizer(Section):
     """How in_backward clips: each gradient by its own norm, or by the global norm of the step before."""
 
     state_dtype: Literal["bfloat16", "float32"] | None = None
-    """Type of the optimizer's state; none takes training.dtype."""
+    """Type of the optimizer's state; none takes training.dtype. The update is computed in float32."""
 
     stochastic_rounding: bool = False
-    """Round bfloat16 weights and state at random, so that small updates are not lost."""
+    """Round bfloat16 weights and state at random, so that small updates are not lost; a function of seed and step."""
 
 
 class LRScheduler(Section):

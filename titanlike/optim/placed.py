@@ -1,0 +1,29 @@
+"""From a sharded tensor to this rank's elements and back."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it, the same memory; without gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(parameter: torch.Tensor, shard: torch.Tensor, per: int = 1, *, whole_rows: bool = False) -> torch.Tensor:
+    """A tensor of this rank's elements as one that is sharded as the parameter is, in the same memory.
+
+    `per`: each element stands for that many of the parameter, side by side in a row. `whole_rows`: the rank has all of
+    its rows, where of the parameter it has some columns.
+    """
+    if not isinstance(parameter, DTensor):
+        return shard
+    shape = parameter.shape if per == 1 else torch.Size((*parameter.shape[:-1], parameter.shape[-1] // per))
+    placements = list(parameter.placements)
+    if whole_rows:
+        last = parameter.ndim - 1
+        placements = [Replicate() if isinstance(one, Shard) and one.dim == last else one for one in placements]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(shard, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
