@@ -28,6 +28,7 @@ from titanlike.checkpoint.manager import CheckpointManager
 from titanlike.checkpoint.origin import check_origin
 from titanlike.config import Config, dump_toml
 from titanlike.config.derive import batch_layout
+from titanlike.converters.compile import keep_kernels
 from titanlike.data.batch import Batch
 from titanlike.data.build import build_data
 from titanlike.data.consumed import ConsumedLog
@@ -41,9 +42,10 @@ from titanlike.models import kernels
 from titanlike.models.initial import initial_values
 from titanlike.objectives.base import Objective, objectives
 from titanlike.observe.flops import flops_per_token
-from titanlike.observe.memory import peak_memory
+from titanlike.observe.memory import MemoryParts, peak_memory
 from titanlike.observe.metrics import Metrics
 from titanlike.observe.profiler import profiling
+from titanlike.observe.recompilation import Recompilations
 from titanlike.optim.optimizers import build_optimizer
 from titanlike.optim.schedule import Schedule
 from titanlike.optim.update import build_update
@@ -153,6 +155,7 @@ class Trainer:
         self.device = devices.local_device()
         kernels.check(config.model.attention, self.device, DTYPES[config.training.mixed_precision_param])
         check_device(config, self.device)
+        keep_kernels(config)
         traces = self.folder / config.comm.save_traces_folder
         devices.record_collectives(config.comm.trace_buf_size, traces / config.comm.save_traces_file_prefix)
         devices.start_process_group(self.device, config.comm.init_timeout_seconds)
@@ -172,6 +175,8 @@ class Trainer:
         self.last_step = self._last_step()
         self.schedule = Schedule.of(config, self.last_step)
         self.metrics = self._metrics(found)
+        self.memory = MemoryParts(self.model.parameters, lambda: self.optimizer.tensors().values())
+        self.recompilations = Recompilations() if config.compile.enable and worker.rank() == 0 else None
         self.consumed = None
         if config.data.log_consumed and worker.rank() == 0:
             self.consumed = ConsumedLog(self.folder, self.data.plan, resume_step=self.counters.step)
@@ -334,12 +339,16 @@ class Trainer:
         devices.seed_everything(self.config.debug.seed, step)
         rate = self.schedule.apply(self.optimizer, step)
         self.update.before_backward(step)
-        loss_sum = loss_and_gradients(
-            self.model, self.objective, batch.microbatches, max(totals.weight, 1.0), self.device, step
-        )
+        with self.memory.forward_backward():
+            loss_sum = loss_and_gradients(
+                self.model, self.objective, batch.microbatches, max(totals.weight, 1.0), self.device, step
+            )
         fault("optimizer", step)
         grad_norm = self.update.after_backward()
         self.model.after_update()
+        self.memory.after_update()
+        if self.recompilations is not None:
+            self.recompilations.report()
         if not self.metrics.due(step):
             return None
         loss = mean_loss(loss_sum, totals.weight, self.mesh)
@@ -358,8 +367,10 @@ class Trainer:
                 row["validation_loss"] = self.validate(step)
         if row is not None:
             counts = {"tokens": self.counters.tokens, "trained_tokens": self.counters.trained_tokens}
-            memory = worst(peak_memory(self.device.type))
+            memory = peak_memory(self.device.type)
+            memory = worst({**memory, **self.memory.figures(memory)})
             self.metrics.log(step, {**row, **counts, **memory, "epoch": batch.epoch})
+            self.memory.say(memory)
             self._warn_of_bad_numbers(step, row)
 
     def _warn_of_bad_numbers(self, step: int, row: dict[str, Any]) -> None:

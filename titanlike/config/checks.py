@@ -6,6 +6,7 @@ a config whose single values are valid; they import no torch.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 
@@ -18,6 +19,7 @@ from titanlike.errors import ConfigError
 RECIPES = ("pretrain", "sft", "dpo", "reward", "distill", "grpo", "ppo")
 QUANTISED = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon", *QUANTISED)
+COMPILED = ("AdamW", "Adam", "SGD")
 CONVERTERS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 
 
@@ -160,10 +162,6 @@ def optimizer_state(config: Config) -> Iterator[Problem]:
         rounding = "optimizer.stochastic_rounding"
         text = f'{rounding} = true: nothing is rounded; needs training.dtype or {key} = "bfloat16"'
         yield Problem((rounding, "training.dtype", key), text)
-    if config.compile.enable and "optimizer" in config.compile.components and chosen.name not in QUANTISED:
-        key = "compile.components"
-        text = f'{key}: "optimizer" does not go with {name}; it is for {", ".join(QUANTISED)}, others have kernels'
-        yield Problem((key, "optimizer.name"), text)
 
 
 def in_backward(config: Config) -> Iterator[Problem]:
@@ -191,6 +189,23 @@ def in_backward(config: Config) -> Iterator[Problem]:
             (key, "parallelism.pipeline_parallel_degree"),
             f"{clash} parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}",
         )
+
+
+def compiled_update(config: Config) -> Iterator[Problem]:
+    """Optimizers whose update can be compiled, with a learning rate that changes."""
+    chosen = config.optimizer
+    if not (config.compile.enable and "optimizer" in config.compile.components) or chosen.name in QUANTISED:
+        return
+    clash = 'compile.components: "optimizer" does not go with'
+    if chosen.name not in COMPILED:
+        text = f"{clash} optimizer.name = {chosen.name!r}; it does with {', '.join((*COMPILED, *QUANTISED))}"
+        yield Problem(("compile.components", "optimizer.name"), text)
+        return
+    narrow = {"state_dtype": chosen.state_dtype, "stochastic_rounding": chosen.stochastic_rounding}
+    for key, value in narrow.items():
+        if value and value != config.training.dtype:
+            text = f"{clash} optimizer.{key} = {value!r}, which updates one parameter at a time"
+            yield Problem(("compile.components", f"optimizer.{key}"), text)
 
 
 def precision(config: Config) -> Iterator[Problem]:
@@ -221,6 +236,18 @@ def recomputation(config: Config) -> Iterator[Problem]:
         key = "activation_checkpoint.mode"
         text = f'{key} = "memory_budget": needs compile.enable = true with "model" in compile.components'
         yield Problem((key, "compile.enable"), text)
+    yield from _picture(config)
+
+
+def _picture(config: Config) -> Iterator[Problem]:
+    """The compiler draws its trade-off with a package that nothing else here needs."""
+    section, key = config.activation_checkpoint, "activation_checkpoint.visualize_memory_budget_pareto"
+    if not section.visualize_memory_budget_pareto:
+        return
+    if section.mode != "memory_budget":
+        yield Problem((key,), f'{key} = true: needs activation_checkpoint.mode = "memory_budget"')
+    elif importlib.util.find_spec("matplotlib") is None:
+        yield Problem((key,), f"{key} = true: needs matplotlib, which is not installed")
 
 
 def counts(config: Config) -> Iterator[Problem]:
@@ -256,6 +283,7 @@ RULES: tuple[Rule, ...] = (
     optimizer,
     optimizer_state,
     in_backward,
+    compiled_update,
     precision,
     recomputation,
     counts,

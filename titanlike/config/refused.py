@@ -35,7 +35,6 @@ BUILT: dict[str, tuple[object, ...]] = {
     "model.attention": ("auto", "sdpa", "math", "varlen"),
     # The learning rate is a function of the step: it has no state that could be left out.
     "checkpoint.exclude_from_loading": ("model", "optimizer", "dataloader", "train_state"),
-    "activation_checkpoint.mode": ("none", "full", "selective"),
     "parallelism.expert_parallel_degree": (1,),
     "parallelism.expert_tensor_parallel_degree": (1,),
 }
@@ -46,12 +45,9 @@ DEFAULT_ONLY = (
     "model.converters",
     "model.freeze",
     "loss.z_loss",
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
     "data.sources",
     "data.stages",
     "data.stream",
-    "training.activation_offload",
-    "compile.cache_folder",
     "checkpoint.keep_every_n",
     "checkpoint.keep_best_metric",
     "checkpoint.initial_load_in_hf",

@@ -1,15 +1,24 @@
 """Activation checkpointing: what the backward recomputes instead of keeping.
 
-Applied by replacing a block's forward, not by wrapping the block, so that no parameter changes its name.
+Applied by replacing a block's forward, not by wrapping the block, so that no parameter changes its name. With
+"memory_budget" nothing is replaced: the compiler is told what share of a block's activations it may keep.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
 import torch
+import torch._functorch.config
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlike.config import Config
+from titanlike.config.sections.memory import ActivationCheckpoint
+from titanlike.errors import ConfigError
 from titanlike.models.decoder import Decoder
 from titanlike.parallel import context  # noqa: F401  (its operators are named below)
 
@@ -27,12 +36,16 @@ def _saved_operators() -> set:
     }
 
 
-def _selective_contexts():
-    """Keeps the results of attention and of every other matrix product."""
+def _selective_contexts(always_recomputed: frozenset[tuple[int, ...]]):
+    """Keeps the results of attention and of every other matrix product; none of those by a matrix [in, out] of
+    `always_recomputed`, which aren't counted either.
+    """
     saved, products = _saved_operators(), {"forward": 0, "recompute": 0}
 
     def policy(ctx, operator, *args, **kwargs):
         if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            if tuple(args[-1].shape) in always_recomputed:
+                return CheckpointPolicy.PREFER_RECOMPUTE
             phase = "recompute" if ctx.is_recompute else "forward"
             products[phase] += 1
             keep = products[phase] % 2 == 1
@@ -43,8 +56,20 @@ def _selective_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-def _checkpointed(block: nn.Module, config: Config, by_operator: bool) -> None:
-    settings = config.activation_checkpoint
+def _recomputed_shapes(block: nn.Module, parts: list[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """For each linear layer of the block whose name has one of `parts` in it: that part, and the layer's [in, out] here
+    (of a tensor rank's own share).
+    """
+    for name, module in block.named_modules():
+        for part in parts:
+            if part in name and isinstance(module, nn.Linear):
+                weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+                yield part, (weight.shape[1], weight.shape[0])
+
+
+def _checkpointed(
+    block: nn.Module, settings: ActivationCheckpoint, by_operator: bool, shapes: frozenset[tuple[int, ...]]
+) -> None:
     options = {
         "use_reentrant": False,
         "preserve_rng_state": settings.preserve_rng_state,
@@ -53,7 +78,7 @@ def _checkpointed(block: nn.Module, config: Config, by_operator: bool) -> None:
         "debug": settings.debug,
     }
     if by_operator:
-        options["context_fn"] = _selective_contexts
+        options["context_fn"] = partial(_selective_contexts, shapes)
     forward = block.forward
 
     # A function of its own, not a partial: torch.compile starts at a frame that it can trace.
@@ -63,14 +88,43 @@ def _checkpointed(block: nn.Module, config: Config, by_operator: bool) -> None:
     block.forward = recomputed
 
 
+def _budget(config: Config) -> None:
+    """What share of a graph's activations the compiler keeps; a setting of the process, read when a graph is compiled."""
+    settings, functorch = config.activation_checkpoint, torch._functorch.config
+    by_budget = settings.mode == "memory_budget"
+    functorch.activation_memory_budget = settings.memory_budget if by_budget else 1.0
+    # Else attention, an operator of ours, would count as free to recompute.
+    functorch.is_non_builtin_to_include = by_budget
+    functorch.visualize_memory_budget_pareto = by_budget and settings.visualize_memory_budget_pareto
+    if functorch.visualize_memory_budget_pareto:
+        functorch.memory_budget_pareto_dir = str(Path(config.job.dump_folder) / "memory_budget")
+
+
 def apply_activation_checkpointing(model: Decoder, config: Config) -> None:
-    """Makes the blocks recompute as `[activation_checkpoint]` says; in place."""
+    """Makes the blocks recompute as `[activation_checkpoint]` says; in place.
+
+    Raises ConfigError where it names linear layers that aren't there.
+    """
     settings = config.activation_checkpoint
-    if settings.mode == "none":
+    _budget(config)
+    if settings.mode not in ("full", "selective"):
         return
     option = str(settings.selective_ac_option)
     by_operator = settings.mode == "selective" and option == "op"
     every = int(option) if settings.mode == "selective" and not by_operator else 1
+    shapes = _shapes(model, settings) if by_operator else frozenset()
     for i, block in enumerate(model.layers.values()):
         if i % every == 0:
-            _checkpointed(block, config, by_operator)
+            _checkpointed(block, settings, by_operator, shapes)
+
+
+def _shapes(model: Decoder, settings: ActivationCheckpoint) -> frozenset[tuple[int, ...]]:
+    parts = settings.per_op_sac_force_recompute_mm_shapes_by_fqns
+    found = [pair for block in model.layers.values() for pair in _recomputed_shapes(block, parts)]
+    default = ActivationCheckpoint().per_op_sac_force_recompute_mm_shapes_by_fqns
+    # The default speaks of experts, which a dense model hasn't.
+    missing = [part for part in parts if part not in {name for name, _ in found} and part not in default]
+    if missing and model.layers:
+        key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
+        raise ConfigError([f"{key}: {part!r} is in the name of no linear layer of a block" for part in missing])
+    return frozenset(shape for _, shape in found)

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import register_flop_formula
 
 from titanlike.models import kernels
 from titanlike.models.rope import rotate
@@ -67,6 +68,13 @@ def _empty_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @document_attention.register_fake
 def _(q, k, v, offsets, scale, kernel):
     return _empty_outputs(q)
+
+
+@register_flop_formula([torch.ops.titanlike.document_attention])
+def _flops(q: torch.Size, k: torch.Size, *others, **kwargs) -> int:
+    """Of two products, as torch counts its own attention: the whole square. By it, the compiler weighs recomputation."""
+    rows, length, heads, size = q
+    return 4 * rows * heads * size * length * k[1]
 
 
 @torch.library.custom_op("titanlike::document_attention_backward", mutates_args=())

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titanlike.observe.jsonl import scalar
+from titanlike.observe.memory import PARTS
 
 # Keys of a metrics row that a line shows in its own way or leaves to metrics.jsonl.
 _SILENT = {
@@ -33,6 +34,8 @@ _SILENT = {
     "checkpoint_seconds",
     "validation_seconds",
     "memory_reserved_gib",
+    "memory_rest_gib",
+    *(f"memory_{part}_gib" for part in PARTS),
     "epoch",
 }
 

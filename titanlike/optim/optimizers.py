@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from titanlike.config import Config
+from titanlike.config.checks import QUANTISED
 from titanlike.config.registry import Registry
 from titanlike.errors import ConfigError
 from titanlike.models.decoder import RMSNorm
@@ -35,21 +36,35 @@ class Named(Protocol):
         ...
 
 
+def is_compiled(config: Config) -> bool:
+    """Whether the update is to be compiled: that of all parameters at once, or a quantising one's of each."""
+    return config.compile.enable and "optimizer" in config.compile.components
+
+
 def _implementation(config: Config) -> dict[str, bool]:
     name = config.optimizer.implementation
+    if is_compiled(config):
+        # The compiler fuses lists over parameters, a kernel that is fused already it could only call; and one by one,
+        # torch divides by a rate of zero.
+        name = "foreach"
     return {"fused": name == "fused", "foreach": name == "foreach"}
+
+
+def _adam_options(config: Config) -> dict:
+    c = config.optimizer
+    # Capturable: the count of steps is a tensor beside the weights, as a learning rate that is a tensor needs it.
+    options = {"lr": c.lr, "betas": (c.beta1, c.beta2), "eps": c.eps, "capturable": is_compiled(config)}
+    return options | _implementation(config)
 
 
 @optimizers.register("AdamW")
 def _adamw(groups: list[dict], config: Config) -> torch.optim.Optimizer:
-    c = config.optimizer
-    return torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, **_implementation(config))
+    return torch.optim.AdamW(groups, **_adam_options(config))
 
 
 @optimizers.register("Adam")
 def _adam(groups: list[dict], config: Config) -> torch.optim.Optimizer:
-    c = config.optimizer
-    return torch.optim.Adam(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, **_implementation(config))
+    return torch.optim.Adam(groups, **_adam_options(config))
 
 
 @optimizers.register("SGD")
@@ -70,8 +85,7 @@ def _muon(groups: list[dict], config: Config) -> torch.optim.Optimizer:
 def _low_bit(groups: list[dict], config: Config) -> torch.optim.Optimizer:
     # Compiling costs a minute and spares an accelerator most of the update's time and memory.
     on_accelerator = any(shard.device.type != "cpu" for group in groups for shard in group["params"])
-    asked = config.compile.enable and "optimizer" in config.compile.components
-    return LowBitAdamW(groups, config, compiled=on_accelerator or asked)
+    return LowBitAdamW(groups, config, compiled=on_accelerator or is_compiled(config))
 
 
 def _stored(optimizer: torch.optim.Optimizer, storage: Storage) -> torch.optim.Optimizer:
@@ -138,4 +152,5 @@ def build_optimizer(model: Named, config: Config) -> ShardedOptimizer:
         optimizer = build(groups, config)
         return optimizer if hasattr(optimizer, "storage") else _stored(optimizer, Storage(config))
 
-    return ShardedOptimizer(parameter_groups(model, config), complete)
+    backend = config.compile.backend if is_compiled(config) and config.optimizer.name not in QUANTISED else None
+    return ShardedOptimizer(parameter_groups(model, config), complete, backend)

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from titanlike.config import Config
-from titanlike.optim.sharded import ShardedOptimizer
+from titanlike.optim.sharded import ShardedOptimizer, set_rate
 
 _CURVES = {
     "linear": lambda x: 1 - x,
@@ -57,5 +57,5 @@ class Schedule:
         """Sets the rates that the step uses; returns that of the first group."""
         factor = self.factor(step)
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
-        return optimizer.param_groups[0]["lr"]
+            set_rate(group, group["peak_lr"] * factor)
+        return optimizer.param_groups[0]["peak_lr"] * factor

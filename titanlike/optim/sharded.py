@@ -7,6 +7,7 @@ optimizer need not know of sharded tensors at all. Checkpoints see the state sha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,13 +22,40 @@ from titanlike.optim.low_bit import Blocks
 from titanlike.optim.placed import local
 
 
-class ShardedOptimizer:
-    """`build` gets the groups with local tensors under "params", and the parameters themselves under "of"."""
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Gives a parameter group its learning rate; a compiled update reads it from a tensor that stays the same."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
-    def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict]], torch.optim.Optimizer]):
+
+def _compiled(optimizer: torch.optim.Optimizer, backend: str) -> Callable[[], None]:
+    """The optimizer's update as one graph. A rate that is a number would be a constant of it: another graph a step."""
+    for group in optimizer.param_groups:
+        device = group["params"][0].device
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
+    # Without the wrappers that torch puts around every step (profiler, hooks, gradient mode): they break the graph.
+    update = torch.compile(inspect.unwrap(type(optimizer).step), backend=backend)
+    return lambda: update(optimizer)
+
+
+class ShardedOptimizer:
+    """`build` gets the groups with local tensors under "params", and the parameters themselves under "of".
+
+    `compile_backend`: of torch.compile for the update, if any.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict]], torch.optim.Optimizer],
+        compile_backend: str | None = None,
+    ):
         self._groups = [{**group, "of": group["params"], "params": _shards(group["params"])} for group in groups]
         self.torch = build(self._groups)
         self._shard = {parameter: shard for _, parameter, shard in self.parameters()}
+        self._update = _compiled(self.torch, compile_backend) if compile_backend else self.torch.step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -55,7 +83,7 @@ class ShardedOptimizer:
             shard = self._shard[parameter]
             # The memory of a sharded parameter may have been given anew since.
             shard.data, shard.grad = local(parameter), _local_gradient(parameter)
-        self.torch.step()
+        self._update()
         for parameter in wanted:
             self._shard[parameter].grad = None
 
@@ -99,9 +127,9 @@ class ShardedOptimizer:
     def _give_state(self) -> None:
         if any(self.torch.state.values()):
             return
-        rates = [group["lr"] for group in self.param_groups]
+        rates = [float(group["lr"]) for group in self.param_groups]
         for group in self.param_groups:
-            group["lr"] = 0.0
+            set_rate(group, 0.0)
         for _, parameter, _ in self.parameters():
             assert parameter.grad is None, "an optimizer is given its state before the first gradients"
             parameter.grad = torch.zeros_like(parameter)
@@ -113,7 +141,7 @@ class ShardedOptimizer:
                 if isinstance(value, torch.Tensor):
                     value.zero_()
         for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+            set_rate(group, rate)
 
 
 def _shards(parameters: list[nn.Parameter]) -> list[nn.Parameter]:

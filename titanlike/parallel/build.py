@@ -1,7 +1,7 @@
 """From a config to this rank's part of the model, in the one fixed order that everything composes in.
 
-    meta device → pipeline split → tensor/sequence → context → activation checkpointing → compile per block →
-    fully sharded
+    meta device → pipeline split → tensor/sequence → context → activation checkpointing → offloading → compile per
+    block → fully sharded
 
 Nothing has memory yet when this is done: `DistributedModel.materialise` gives each rank its own shard and no more.
 """
@@ -14,6 +14,7 @@ import torch
 
 from titanlike.config import Config
 from titanlike.converters.activation_checkpoint import apply_activation_checkpointing
+from titanlike.converters.activation_offload import apply_activation_offload
 from titanlike.converters.compile import apply_compile
 from titanlike.models.decoder import Decoder
 from titanlike.models.spec import Part, decoder_spec
@@ -62,6 +63,7 @@ def _build_part(config: Config, mesh: Mesh, part: Part | None) -> Decoder:
     if mesh.context is not None:
         apply_context(model, mesh.context, config.parallelism)
     apply_activation_checkpointing(model, config)
+    apply_activation_offload(model, config)
     apply_compile(model, config)
     shard_model(model, mesh.shards, config)
     if config.model.print_after_conversion:

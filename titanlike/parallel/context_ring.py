@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import register_flop_formula
 
 from titanlike.models import kernels
 from titanlike.parallel import collectives
@@ -218,6 +219,13 @@ def context_attention(
 def _(q, k, v, offsets, scale, kernel, method, balancer, group):
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@register_flop_formula([torch.ops.titanlike.context_attention])
+def _flops(q: torch.Size, k: torch.Size, v, offsets, scale, kernel, method, balancer, group: str, **kwargs) -> int:
+    """As that of attention on one rank: this rank's queries by the keys of all ranks."""
+    rows, length, heads, size = q
+    return 4 * rows * heads * size * length * k[1] * dist.get_world_size(group_named(group))
 
 
 @torch.library.custom_op("titanlike::context_attention_backward", mutates_args=())

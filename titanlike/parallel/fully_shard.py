@@ -34,6 +34,7 @@ def check_device(config: Config, device: torch.device) -> None:
     """Refuses what needs an accelerator where there is none; raises ConfigError."""
     needs = {
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "training.activation_offload": config.training.activation_offload,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
     }
     if device.type == "cpu" and any(needs.values()):

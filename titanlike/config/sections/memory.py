@@ -19,7 +19,7 @@ class ActivationCheckpoint(Section):
     """For selective: "op" keeps the results of costly operators, a number n recomputes every n-th block."""
 
     per_op_sac_force_recompute_mm_shapes_by_fqns: Names = ["moe.router.gate"]
-    """For selective by op: linear layers whose products are always recomputed."""
+    """For selective by op: linear layers, by part of the name, whose products (all of that shape) are recomputed."""
 
     early_stop: bool = False
     """Stop the recomputation once all that backward needs is there."""
@@ -28,7 +28,7 @@ class ActivationCheckpoint(Section):
     """For memory_budget: share of the activations to keep."""
 
     visualize_memory_budget_pareto: bool = False
-    """For memory_budget: write a picture of the trade-off."""
+    """For memory_budget: write a picture of the trade-off to memory_budget/ in dump_folder (needs matplotlib)."""
 
     preserve_rng_state: bool = True
     """Give the recomputation the random state of the first forward."""
@@ -53,7 +53,7 @@ class Compile(Section):
     """torch.compile's backend."""
 
     cache_folder: str | None = None
-    """Folder of compiled kernels that restarts use again; none puts it under dump_folder."""
+    """Folder of compiled kernels that restarts use again; none takes TORCHINDUCTOR_CACHE_DIR, else one in dump_folder."""
 
 
 class Float8Linear(Section):
