@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
+
+from allocations import peak_bytes
 
 METHODS = ("alltoall", "allgather", "ulysses")
 BOUND = {4: 0.35}  # of one process, by degree
@@ -51,21 +52,6 @@ def batch_of(chosen: argparse.Namespace):
         sequences=torch.zeros(1, dtype=torch.int64),
         offsets=torch.cat([starts, torch.tensor([chosen.seq])]).int() if chosen.packed else None,
     )
-
-
-def peak_bytes(work) -> int:
-    """The most that is allocated at once while `work` runs, beyond what was there before."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "trace.json")
-        profiler.export_chrome_trace(path)
-        with open(path) as file:
-            events = [e for e in json.load(file)["traceEvents"] if e["name"] == "[memory]"]
-    events.sort(key=lambda event: event["ts"])
-    return max(itertools.accumulate(event["args"]["Bytes"] for event in events))
 
 
 def measure(rank: int, degree: int, method: str, store: str, chosen: argparse.Namespace, answer) -> None:

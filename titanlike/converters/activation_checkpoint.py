@@ -89,7 +89,7 @@ def _checkpointed(
 
 
 def _budget(config: Config) -> None:
-    """What share of a graph's activations the compiler keeps; a setting of the process, read when a graph is compiled."""
+    """What share of a graph's activations the compiler keeps: a setting of the process, read when it compiles."""
     settings, functorch = config.activation_checkpoint, torch._functorch.config
     by_budget = settings.mode == "memory_budget"
     functorch.activation_memory_budget = settings.memory_budget if by_budget else 1.0

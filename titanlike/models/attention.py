@@ -72,7 +72,7 @@ def _(q, k, v, offsets, scale, kernel):
 
 @register_flop_formula([torch.ops.titanlike.document_attention])
 def _flops(q: torch.Size, k: torch.Size, *others, **kwargs) -> int:
-    """Of two products, as torch counts its own attention: the whole square. By it, the compiler weighs recomputation."""
+    """Two products over the whole square, as torch counts its own; by this the compiler weighs recomputation."""
     rows, length, heads, size = q
     return 4 * rows * heads * size * length * k[1]
 

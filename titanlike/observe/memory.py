@@ -55,7 +55,7 @@ def _peak_resident_gib(status: Path = Path("/proc/self/status")) -> float:
 
 
 def held_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes on this rank: of a sharded one its shard, of a quantised one all that it consists of."""
+    """Bytes that a tensor takes on this rank: of a sharded one its shard, of a quantised one all its pieces."""
     return sum(piece.numel() * piece.element_size() for piece in _pieces(tensor))
 
 

@@ -53,7 +53,7 @@ class Compile(Section):
     """torch.compile's backend."""
 
     cache_folder: str | None = None
-    """Folder of compiled kernels that restarts use again; none takes TORCHINDUCTOR_CACHE_DIR, else one in dump_folder."""
+    """Folder of compiled kernels for restarts; none takes TORCHINDUCTOR_CACHE_DIR, else one in dump_folder."""
 
 
 class Float8Linear(Section):

@@ -111,7 +111,7 @@ class Optimizer(Section):
     """Parameters with settings of their own, by pattern. A pattern that matches nothing is an error."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """How the update is computed: one kernel, lists, or one by one; compiled, always lists, which the compiler fuses."""
+    """How the update is computed: one kernel, lists, or one by one; compiled it is always lists."""
 
     in_backward: bool = False
     """Update each parameter as soon as its gradient is there, and free the gradient."""
