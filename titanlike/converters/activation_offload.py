@@ -137,8 +137,11 @@ class ActivationOffload:
 
 
 def _stays(tensor: torch.Tensor) -> bool:
-    """Weights have their own place (gathered ones are given back anyway), and what is on the host is there."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor.device.type == "cpu"
+    """Weights have their own place (gathered ones are given back anyway), and what is on the host is there. Tensors of
+    another kind, that consist of several, aren't copied so simply.
+    """
+    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    return is_weight or hasattr(tensor, "__tensor_flatten__") or tensor.device.type == "cpu"
 
 
 def apply_activation_offload(model: Decoder, config: Config) -> None:

@@ -103,16 +103,16 @@ class SavedForBackward:
         with saved_tensors_hooks(self._pack, lambda saved: saved[0]):
             yield
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Held | None]:
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[_Held | None]]:
+        return tensor, [self._hold(piece.untyped_storage()) for piece in _pieces(tensor)]
+
+    def _hold(self, storage: torch.UntypedStorage) -> _Held | None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        storage = tensor.untyped_storage()
         memory = StorageWeakRef(storage)  # as long as it is here, no other storage has the same identity
-        if (held := self._held.get(memory.cdata)) is None:
-            if self._is_weight(memory.cdata):
-                return tensor, None
+        if (held := self._held.get(memory.cdata)) is None and not self._is_weight(memory.cdata):
             held = self._held[memory.cdata] = _Held(self, memory, storage.nbytes())
-        return tensor, held
+        return held
 
     def _is_weight(self, identity: int) -> bool:
         # Full sharding makes the gathered weights as the forward goes: what wasn't one may be one now.
