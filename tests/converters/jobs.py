@@ -87,7 +87,7 @@ def kept(rank: int, world: int, *, runs: list[dict[str, Any]]) -> list[dict[str,
     found = []
     for sections in runs:
         torch._dynamo.reset()
-        config = _config(**sections)
+        graphs, config = counters["stats"]["unique_graphs"], _config(**sections)
         model = _model(config, world)
         whole = take(rows(1, config, "uneven"), 0, 2 * world)
         batch = take(whole, 2 * rank if config.parallelism.tensor_parallel_degree == 1 else 0, 2)
@@ -97,8 +97,15 @@ def kept(rank: int, world: int, *, runs: list[dict[str, Any]]) -> list[dict[str,
         with ran:
             loss.backward()
         assert saved.now == 0, "after the backward nothing is kept"
+        gradients = gathered(model, lambda p: p.grad)
         found.append(
-            {"bytes": saved.peak, "ran": ran.calls, "loss": loss.item(), "gradients": gathered(model, lambda p: p.grad)}
+            {
+                "bytes": saved.peak,
+                "ran": ran.calls,
+                "loss": loss.item(),
+                "gradients": gradients,
+                "graphs": counters["stats"]["unique_graphs"] - graphs,
+            }
         )
     return found
 

@@ -6,8 +6,7 @@ Applied by replacing a block's forward, not by wrapping the block, so that no pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -56,15 +55,27 @@ def _selective_contexts(always_recomputed: frozenset[tuple[int, ...]]):
     return create_selective_checkpoint_contexts(policy)
 
 
-def _recomputed_shapes(block: nn.Module, parts: list[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """For each linear layer of the block whose name has one of `parts` in it: that part, and the layer's [in, out] here
-    (of a tensor rank's own share).
-    """
-    for name, module in block.named_modules():
-        for part in parts:
-            if part in name and isinstance(module, nn.Linear):
-                weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
-                yield part, (weight.shape[1], weight.shape[0])
+@cache
+def _contexts(always_recomputed: frozenset[tuple[int, ...]]):
+    """One object for all blocks: torch.compile guards on its identity, and another one would mean another graph."""
+    return partial(_selective_contexts, always_recomputed)
+
+
+def _recomputed_shapes(model: Decoder, settings: ActivationCheckpoint) -> frozenset[tuple[int, ...]]:
+    """[in, out] of the linear layers that the config names, of a tensor rank's own share."""
+    key = "per_op_sac_force_recompute_mm_shapes_by_fqns"
+    parts = settings.per_op_sac_force_recompute_mm_shapes_by_fqns
+    # The default speaks of experts, which a dense model hasn't; a pipeline stage may lack what another has.
+    if parts != ActivationCheckpoint().per_op_sac_force_recompute_mm_shapes_by_fqns:
+        names = model.all_parameter_names()
+        if missing := [part for part in parts if not any(part in name for name in names)]:
+            raise ConfigError([f"activation_checkpoint.{key}: {part!r} is in the name of no layer" for part in missing])
+    shapes = set()
+    for name, module in model.layers.named_modules():
+        if isinstance(module, nn.Linear) and any(part in name for part in parts):
+            weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+            shapes.add((weight.shape[1], weight.shape[0]))
+    return frozenset(shapes)
 
 
 def _checkpointed(
@@ -78,7 +89,7 @@ def _checkpointed(
         "debug": settings.debug,
     }
     if by_operator:
-        options["context_fn"] = partial(_selective_contexts, shapes)
+        options["context_fn"] = _contexts(shapes)
     forward = block.forward
 
     # A function of its own, not a partial: torch.compile starts at a frame that it can trace.
@@ -93,8 +104,9 @@ def _budget(config: Config) -> None:
     settings, functorch = config.activation_checkpoint, torch._functorch.config
     by_budget = settings.mode == "memory_budget"
     functorch.activation_memory_budget = settings.memory_budget if by_budget else 1.0
-    # Else attention, an operator of ours, would count as free to recompute.
-    functorch.is_non_builtin_to_include = by_budget
+    if hasattr(functorch, "is_non_builtin_to_include"):
+        # Else attention, an operator of ours, would count as free to recompute.
+        functorch.is_non_builtin_to_include = by_budget
     functorch.visualize_memory_budget_pareto = by_budget and settings.visualize_memory_budget_pareto
     if functorch.visualize_memory_budget_pareto:
         functorch.memory_budget_pareto_dir = str(Path(config.job.dump_folder) / "memory_budget")
@@ -103,7 +115,7 @@ def _budget(config: Config) -> None:
 def apply_activation_checkpointing(model: Decoder, config: Config) -> None:
     """Makes the blocks recompute as `[activation_checkpoint]` says; in place.
 
-    Raises ConfigError where it names linear layers that aren't there.
+    Raises ConfigError where it names layers that aren't there.
     """
     settings = config.activation_checkpoint
     _budget(config)
@@ -112,19 +124,7 @@ def apply_activation_checkpointing(model: Decoder, config: Config) -> None:
     option = str(settings.selective_ac_option)
     by_operator = settings.mode == "selective" and option == "op"
     every = int(option) if settings.mode == "selective" and not by_operator else 1
-    shapes = _shapes(model, settings) if by_operator else frozenset()
+    shapes = _recomputed_shapes(model, settings) if by_operator else frozenset()
     for i, block in enumerate(model.layers.values()):
         if i % every == 0:
             _checkpointed(block, settings, by_operator, shapes)
-
-
-def _shapes(model: Decoder, settings: ActivationCheckpoint) -> frozenset[tuple[int, ...]]:
-    parts = settings.per_op_sac_force_recompute_mm_shapes_by_fqns
-    found = [pair for block in model.layers.values() for pair in _recomputed_shapes(block, parts)]
-    default = ActivationCheckpoint().per_op_sac_force_recompute_mm_shapes_by_fqns
-    # The default speaks of experts, which a dense model hasn't.
-    missing = [part for part in parts if part not in {name for name, _ in found} and part not in default]
-    if missing and model.layers:
-        key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
-        raise ConfigError([f"{key}: {part!r} is in the name of no linear layer of a block" for part in missing])
-    return frozenset(shape for _, shape in found)
