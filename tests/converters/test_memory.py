@@ -54,7 +54,7 @@ def test_bytes_by_mode_and_forced_shapes(pool):
     (results,) = pool.run("tests.converters.jobs:kept", world=1, runs=runs)
     none, full, selective, without, compiled = results
     for result in results:
-        equal(result, none, 1e-6)
+        equal(result, none)
     assert full["bytes"] < selective["bytes"] < none["bytes"]
     # A block multiplies by wq, wk, wv, wo, w1, w3, w2 and keeps every other product, the last one too.
     assert without["ran"]["mm"] == selective["ran"]["mm"] + 2, "the product with w2 again, in two blocks"
