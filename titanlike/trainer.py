@@ -210,7 +210,7 @@ class Trainer:
 
     def _fill(self, path: Path | str, excluded: set[str], load: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Has `load` fill the weights and the optimizer's state, but for what is excluded."""
-        weights = {} if "model" in excluded else dict(self.model.named_parameters())
+        weights = {} if "model" in excluded else self.model.tensors()
         if "optimizer" in excluded:
             load(weights)
             return
@@ -219,7 +219,7 @@ class Trainer:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """All that a checkpoint holds, by name: weights at the root, as TorchTitan's, and the optimizer's state."""
-        return {**dict(self.model.named_parameters()), **self.optimizer.tensors()}
+        return {**self.model.tensors(), **self.optimizer.tensors()}
 
     def _last_step(self) -> int:
         """training.steps, or the step at which the data ends if that comes first: the schedule ends there too."""
@@ -447,6 +447,6 @@ class Trainer:
     def _export_weights(self) -> None:
         dtype = DTYPES[self.config.checkpoint.export_dtype]
         exports = CheckpointManager(self.config.checkpoint, self.folder / "exports", config_text=dump_toml(self.config))
-        weights = {name: p.detach().to(dtype) for name, p in self.model.named_parameters()}
+        weights = {name: tensor.to(dtype) for name, tensor in self.model.tensors().items()}
         exports.save(self.counters.step, weights, {"counters": asdict(self.counters)}, final=True)
         exports.close()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from titanlike.config.checks_parallel import split
+from titanlike.config.checks_precision import precision
 from titanlike.config.derive import batch_layout, batch_problem, degree_problem, degrees, implied_world, written_degrees
 from titanlike.config.problem import Problem, Rule, not_among
 from titanlike.config.schema import Config
@@ -20,7 +21,6 @@ RECIPES = ("pretrain", "sft", "dpo", "reward", "distill", "grpo", "ppo")
 QUANTISED = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon", *QUANTISED)
 COMPILED = ("AdamW", "Adam", "SGD")
-CONVERTERS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 
 
 def find_problems(config: Config, world: int | None = None, *, restart: bool = False) -> list[Problem]:
@@ -32,6 +32,7 @@ def find_problems(config: Config, world: int | None = None, *, restart: bool = F
     found += layout(config, world, restart=restart)
     found += split(config, world)
     found += one_microbatch(config, world)
+    found += precision(config, world)
     return found
 
 
@@ -208,21 +209,6 @@ def compiled_update(config: Config) -> Iterator[Problem]:
             yield Problem(("compile.components", f"optimizer.{key}"), text)
 
 
-def precision(config: Config) -> Iterator[Problem]:
-    """Converters are known; float8 all-gather goes with one recipe only."""
-    for name in config.model.converters:
-        if name not in CONVERTERS and not config.job.imports:
-            yield not_among("model.converters", name, CONVERTERS)
-    float8 = config.quantize.linear.float8
-    if float8.recipe_name in (None, "tensorwise"):
-        return
-    for option in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
-        if getattr(float8, option):
-            key = f"quantize.linear.float8.{option}"
-            text = f"{key} = true: goes with quantize.linear.float8.recipe_name = 'tensorwise' only"
-            yield Problem((key,), text)
-
-
 def recomputation(config: Config) -> Iterator[Problem]:
     """The options of activation checkpointing fit its mode."""
     section = config.activation_checkpoint
@@ -284,7 +270,6 @@ RULES: tuple[Rule, ...] = (
     optimizer_state,
     in_backward,
     compiled_update,
-    precision,
     recomputation,
     counts,
     profiler,

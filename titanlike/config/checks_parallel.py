@@ -43,7 +43,7 @@ def split(config: Config, world: int | None) -> Iterator[Problem]:
 
 def heads(config: Config, spec: DecoderSpec, world: int | None) -> Iterator[Problem]:
     """Each rank gets whole heads, and rows of the vocabulary."""
-    tensor, context = _degree(config, world, "tensor") or 1, _degree(config, world, "context") or 1
+    tensor, context = known_degree(config, world, "tensor") or 1, known_degree(config, world, "context") or 1
     if tensor > 1:
         for text in _tensor_problems(tensor, spec):
             yield Problem((TENSOR, "model.flavor"), f"{TENSOR} = {tensor}: {text}")
@@ -68,7 +68,7 @@ def _tensor_problems(tensor: int, spec: DecoderSpec) -> Iterator[str]:
 
 def sequences(config: Config, world: int | None) -> Iterator[Problem]:
     """Each context rank gets the same share of a sequence (two shares, where head and tail are paired)."""
-    degree = _degree(config, world, "context") or 1
+    degree = known_degree(config, world, "context") or 1
     if degree <= 1:
         return
     if config.parallelism.context_parallel_load_balancer == "ptrr":
@@ -89,7 +89,7 @@ def sequences(config: Config, world: int | None) -> Iterator[Problem]:
 def overlap(config: Config, world: int | None) -> Iterator[Problem]:
     """Asynchronous tensor parallelism is a rewriting of compiled blocks that gather and scatter tokens."""
     section = config.parallelism
-    if not section.enable_async_tensor_parallel or _degree(config, world, "tensor") == 1:
+    if not section.enable_async_tensor_parallel or known_degree(config, world, "tensor") == 1:
         return
     if not (config.compile.enable and "model" in config.compile.components):
         text = f'{ASYNC} = true: needs compile.enable = true with "model" in compile.components'
@@ -108,7 +108,7 @@ def pipeline(config: Config, spec: DecoderSpec | None, world: int | None) -> Ite
     if name.lower() not in {known.lower() for known in SCHEDULES}:
         yield not_among(key, name, list(SCHEDULES))
         return
-    degree = _degree(config, world, "pipeline")
+    degree = known_degree(config, world, "pipeline")
     if degree is None or degree <= 1 or spec is None:
         return
     halves = schedule_named(name).splits_backward
@@ -161,7 +161,7 @@ def torch_version() -> tuple[int, int] | None:
     return int(numbers[0]), int(numbers[1])
 
 
-def _degree(config: Config, world: int | None, axis: str) -> int | None:
+def known_degree(config: Config, world: int | None, axis: str) -> int | None:
     """The degree of an axis; None where it is what is left of processes whose number isn't known or doesn't fit."""
     written = getattr(config.parallelism, DEGREES[axis].split(".")[1])
     if written != -1:

@@ -33,6 +33,7 @@ SECTIONS = (
 BUILT: dict[str, tuple[object, ...]] = {
     "job.recipe": ("pretrain",),
     "model.attention": ("auto", "sdpa", "math", "varlen"),
+    "model.converters": ("quantize.linear.float8", "quantize.linear.mx"),
     # The learning rate is a function of the step: it has no state that could be left out.
     "checkpoint.exclude_from_loading": ("model", "optimizer", "dataloader", "train_state"),
     "parallelism.expert_parallel_degree": (1,),
@@ -42,7 +43,6 @@ BUILT: dict[str, tuple[object, ...]] = {
 # Keys of which the default alone is built.
 DEFAULT_ONLY = (
     "model.hf_revision",
-    "model.converters",
     "model.freeze",
     "loss.z_loss",
     "data.sources",

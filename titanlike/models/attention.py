@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlike.models import kernels
+from titanlike.models.linear import Linear
 from titanlike.models.rope import rotate
 from titanlike.models.spec import DecoderSpec
 
@@ -164,10 +165,10 @@ class Attention(nn.Module):
         self.scale = spec.head_dim**-0.5
         self.kernel = kernel
         self.attend = attend
-        self.wq = nn.Linear(spec.dim, spec.n_heads * spec.head_dim, bias=False)
-        self.wk = nn.Linear(spec.dim, spec.n_kv_heads * spec.head_dim, bias=False)
-        self.wv = nn.Linear(spec.dim, spec.n_kv_heads * spec.head_dim, bias=False)
-        self.wo = nn.Linear(spec.n_heads * spec.head_dim, spec.dim, bias=False)
+        self.wq = Linear(spec.dim, spec.n_heads * spec.head_dim, bias=False)
+        self.wk = Linear(spec.dim, spec.n_kv_heads * spec.head_dim, bias=False)
+        self.wv = Linear(spec.dim, spec.n_kv_heads * spec.head_dim, bias=False)
+        self.wo = Linear(spec.n_heads * spec.head_dim, spec.dim, bias=False)
 
     def forward(
         self,

@@ -21,6 +21,7 @@ from titanlike.models import rope
 from titanlike.models.attention import Attention, KVCache
 from titanlike.models.dropout import Dropout, layer_keys
 from titanlike.models.head import Head
+from titanlike.models.linear import Linear
 from titanlike.models.spec import DecoderSpec, Part
 
 _STD = 0.02
@@ -48,9 +49,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: DecoderSpec):
         super().__init__()
-        self.w1 = nn.Linear(spec.dim, spec.ffn_dim, bias=False)
-        self.w2 = nn.Linear(spec.ffn_dim, spec.dim, bias=False)
-        self.w3 = nn.Linear(spec.dim, spec.ffn_dim, bias=False)
+        self.w1 = Linear(spec.dim, spec.ffn_dim, bias=False)
+        self.w2 = Linear(spec.ffn_dim, spec.dim, bias=False)
+        self.w3 = Linear(spec.dim, spec.ffn_dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -9,7 +9,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of it, the same memory; without gradient."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # A weight that is gathered in float8 is wrapped (converters/float8.py).
+    return getattr(held, "_tensor", held)
 
 
 def like(parameter: torch.Tensor, shard: torch.Tensor, per: int = 1, *, whole_rows: bool = False) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """From a config to this rank's part of the model, in the one fixed order that everything composes in.
 
-    meta device → pipeline split → tensor/sequence → context → activation checkpointing → offloading → compile per
-    block → fully sharded
+    meta device → low precision → pipeline split → tensor/sequence → context → activation checkpointing → offloading →
+    compile per block → fully sharded
 
 Nothing has memory yet when this is done: `DistributedModel.materialise` gives each rank its own shard and no more.
 """
@@ -16,6 +16,7 @@ from titanlike.config import Config
 from titanlike.converters.activation_checkpoint import apply_activation_checkpointing
 from titanlike.converters.activation_offload import apply_activation_offload
 from titanlike.converters.compile import apply_compile
+from titanlike.converters.low_precision import LowPrecision, low_precision
 from titanlike.models.decoder import Decoder
 from titanlike.models.spec import Part, decoder_spec
 from titanlike.parallel.context import apply_context
@@ -30,17 +31,20 @@ logger = logging.getLogger("titanlike")
 
 def build_model(config: Config, mesh: Mesh) -> DistributedModel:
     """This rank's part of the model, on the meta device."""
+    precision = low_precision(config, mesh.degrees.tensor)
+    for line in precision.lines() if precision else ():
+        logger.info("%s", line)
     if mesh.pipeline is None:
-        return DistributedModel([_build_part(config, mesh, None)], mesh, config)
+        return DistributedModel([_build_part(config, mesh, None, precision)], mesh, config)
     plan = plan_stages(config, decoder_spec(config), mesh.degrees.pipeline)
     logger.info("pipeline schedule %s over %d stages:", plan.schedule, len(plan.stages))
     for line in plan.lines():
         logger.info("%s", line)
-    parts = [_build_part(config, mesh, stage.part) for stage in plan.of_rank(mesh.place.pipeline)]
+    parts = [_build_part(config, mesh, stage.part, precision) for stage in plan.of_rank(mesh.place.pipeline)]
     return DistributedModel(parts, mesh, config, plan)
 
 
-def _build_part(config: Config, mesh: Mesh, part: Part | None) -> Decoder:
+def _build_part(config: Config, mesh: Mesh, part: Part | None, precision: LowPrecision | None) -> Decoder:
     with torch.device("meta"):
         model = Decoder(
             decoder_spec(config),
@@ -51,6 +55,8 @@ def _build_part(config: Config, mesh: Mesh, part: Part | None) -> Decoder:
             part=part,
         )
     model.to(DTYPES[config.training.dtype])
+    if precision:
+        precision.apply(model)
     if mesh.tensor is not None:
         apply_tensor(
             model,

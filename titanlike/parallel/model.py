@@ -18,6 +18,7 @@ from titanlike.models.decoder import Decoder
 from titanlike.models.dropout import token_keys
 from titanlike.models.initial import Source, materialise
 from titanlike.objectives.base import Objective
+from titanlike.optim.sharded import like, local
 from titanlike.parallel.context import cut
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.pipeline import Pipeline
@@ -33,6 +34,10 @@ class DistributedModel:
         self._mesh, self._balancer = mesh, config.parallelism.context_parallel_load_balancer
         self._seed = config.debug.seed
         self._offloads = config.training.enable_cpu_offload
+        float8 = config.quantize.linear.float8
+        self._takes_scales = (
+            "quantize.linear.float8" in config.model.converters and float8.precompute_float8_dynamic_scale_for_fsdp
+        )
         self._pipeline = Pipeline(parts, plan, mesh, config, cut=self._own_columns) if plan else None
 
     # ---- what it consists of
@@ -45,6 +50,10 @@ class DistributedModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters as checkpoints know them: their own memory, out of what a converter wrapped it in."""
+        return {name: like(parameter, local(parameter)) for name, parameter in self.named_parameters()}
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for part in self.parts:
@@ -143,3 +152,7 @@ class DistributedModel:
         """Once the weights have changed, by an update or by loading."""
         if self._pipeline:
             self._pipeline.after_update()
+        if self._takes_scales:
+            from titanlike.converters.float8 import precompute_scales  # torchao takes seconds to import
+
+            precompute_scales(self.parameters(), self._mesh.shards.get_group("shard"))

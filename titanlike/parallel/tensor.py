@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import register_sharding
 
 from titanlike.models.decoder import Decoder
+from titanlike.models.linear import Linear
 from titanlike.models.logits_chunk import VocabularyShard
 from titanlike.parallel import collectives
 
@@ -136,12 +137,12 @@ class Gathering(_OnAxis):
         return super().forward(self.axis.enter(x, length), *args, **kwargs)  # type: ignore[misc]
 
 
-class Colwise(_OnAxis, nn.Linear):
+class Colwise(_OnAxis, Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return self.product(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
-class SharedColwise(_OnAxis, nn.Linear):
+class SharedColwise(_OnAxis, Linear):
     """Column-wise where several ranks share one unit of outputs: the weight is whole, a rank uses its unit's rows."""
 
     units: int
@@ -149,14 +150,15 @@ class SharedColwise(_OnAxis, nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Each rank has the gradient of its own use only.
         weight, bias = local(self.weight, Partial()), None if self.bias is None else local(self.bias, Partial())
-        mine = self.axis.rank * self.units // self.axis.size
-        weight = weight.unflatten(0, (self.units, -1))[mine]
-        return F.linear(x, weight, None if bias is None else bias.unflatten(0, (self.units, -1))[mine])
+        rows = weight.shape[0] // self.units
+        first = self.axis.rank * self.units // self.axis.size * rows
+        own = slice(first, first + rows)
+        return self.product(x, weight[own], None if bias is None else bias[own])
 
 
-class Rowwise(_OnAxis, nn.Linear):
+class Rowwise(_OnAxis, Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.axis.leave(F.linear(x, local(self.weight)))
+        out = self.axis.leave(self.product(x, local(self.weight), None))
         return out if self.bias is None else out + local(self.bias, Partial() if self.axis.sequence else None)
 
 
@@ -253,12 +255,12 @@ def _overlap_in_compiled_blocks(group: str) -> None:
     _symmetric_memory.enable_symm_mem_for_group(group)
 
 
-def _colwise(linear: nn.Linear, axis: TensorAxis, owner: nn.Module) -> None:
+def _colwise(linear: Linear, axis: TensorAxis, owner: nn.Module) -> None:
     _place(linear, axis, Shard(0))
     _swap(linear, Colwise, axis)
 
 
-def _kv_colwise(linear: nn.Linear, axis: TensorAxis, owner: nn.Module) -> None:
+def _kv_colwise(linear: Linear, axis: TensorAxis, owner: nn.Module) -> None:
     heads = linear.out_features // owner.head_dim
     if heads % axis.size == 0:
         _colwise(linear, axis, owner)
@@ -269,7 +271,7 @@ def _kv_colwise(linear: nn.Linear, axis: TensorAxis, owner: nn.Module) -> None:
     linear.units = heads
 
 
-def _rowwise(linear: nn.Linear, axis: TensorAxis, owner: nn.Module) -> None:
+def _rowwise(linear: Linear, axis: TensorAxis, owner: nn.Module) -> None:
     _place(linear, axis, Shard(1), bias=Replicate())
     _swap(linear, Rowwise, axis)
 
@@ -296,6 +298,25 @@ _STYLES = {
     "vocabulary": _vocabulary,
     "tokens": _tokens,
 }
+
+
+def local_features(model: nn.Module, size: int) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of what a rank multiplies with in each linear layer, by name; the model is not split yet.
+
+    Where a split leaves ranks unequal parts, the largest.
+    """
+    found = {}
+    for prefix, owner in model.named_modules():
+        styles = getattr(owner, "tensor_styles", {})
+        for name, module in owner.named_children():
+            if isinstance(module, Linear):
+                style = styles.get(name)
+                inputs = -(-module.in_features // size) if style == "rowwise" else module.in_features
+                outputs = -(-module.out_features // size) if style == "colwise" else module.out_features
+                if style == "kv_colwise":
+                    outputs //= min(size, outputs // owner.head_dim)
+                found[f"{prefix}.{name}" if prefix else name] = (inputs, outputs)
+    return found
 
 
 def _place(module: nn.Module, axis: TensorAxis, weight: Placement, bias: Placement | None = None) -> None:
