@@ -249,7 +249,8 @@ class Trainer:
                 "layout": str(layout.degrees),
                 "batch": f"{layout.global_batch} sequences of {config.training.seq_len} tokens, "
                 f"microbatches a rank: {layout.accumulation}",
-                "precision": f"{config.training.mixed_precision_param} over {config.training.dtype}",
+                "precision": f"{config.training.mixed_precision_param} over {config.training.dtype}"
+                + "".join(f", {name}" for name in config.model.converters),
                 "data": self._data_summary(),
                 "from": str(found.path) if found else config.checkpoint.initial_load_path or "new weights",
                 "output": str(self.folder),

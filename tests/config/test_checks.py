@@ -188,12 +188,6 @@ def test_rules_of_several_keys():
         in problems("--profiling.enable_profiling", "--profiling.profile_freq=3")[0]
     )
     assert "needs checkpoint.enable" in problems("--checkpoint.enable=false", "--checkpoint.load_step=3")[0]
-    assert (
-        "recipe_name"
-        in problems(
-            "--quantize.linear.float8.recipe_name=rowwise", "--quantize.linear.float8.enable_fsdp_float8_all_gather"
-        )[0]
-    )
     assert "multiple of 8" in problems("--parallelism.context_parallel_degree=4", "--training.seq_len=100")[0]
 
 

@@ -125,12 +125,19 @@ def gathered(model, what) -> dict[str, torch.Tensor]:
     return result
 
 
-def plain(config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, Any]:
-    """One process, one big batch, full logits, torch's own loss, clipping, optimizer: what every layout must equal."""
+def plain(
+    config: dict[str, Any], steps: int, masks: str = "even", change: Callable[[Decoder], object] | None = None
+) -> dict[str, Any]:
+    """One process, one big batch, full logits, torch's own loss, clipping, optimizer: what every layout must equal.
+
+    `change` is done to the model on the meta device.
+    """
     settings = Config.model_validate(config)
     spec = decoder_spec(settings)
     with torch.device("meta"):
         model = Decoder(spec, seq_len=settings.training.seq_len, kernel="math", loss="logits")
+    if change:
+        change(model)
     materialise(model, "cpu", initial_values(model, 0))
     initial = gathered(model, lambda p: p)
     optimizer = build_optimizer(model, settings)

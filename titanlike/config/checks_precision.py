@@ -1,4 +1,4 @@
-"""Rules on low precision: which converters go together, and how many tokens their products take. They import no torch."""
+"""Rules on low precision: what goes together, and how many tokens its products take. They import no torch."""
 
 from __future__ import annotations
 

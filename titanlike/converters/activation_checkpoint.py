@@ -29,8 +29,11 @@ def _saved_operators() -> set:
         torch.ops.titanlike.document_attention.default,
         torch.ops.titanlike.context_attention.default,
         torch.ops.titanlike.exchange.default,
+        # Products in low precision are these too: of tensors that hold float8 numbers and their scales.
         aten.mm.default,
         aten.addmm.default,
+        # The largest value of a tensor that is cast to float8: one number, for a pass over all of it.
+        aten.max.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
 

@@ -1,6 +1,6 @@
 """Linear layers in 8-bit floating point (Micikevicius et al. 2022, arXiv 2209.05433), by torchao.
 
-Inputs, weights and gradients are scaled, rounded to 8 bits and multiplied; products come back in the type that the model
+Inputs, weights and gradients are scaled, rounded to 8 bits and multiplied; products have the type that the model
 computes in. Under tensor parallelism a rank scales its own part of a weight.
 
 With the float8 all-gather, a weight is wrapped in torchao's tensor that full sharding gathers in 8 bits; its scale is
@@ -86,25 +86,24 @@ class Float8:
             )
             linear.weight = nn.Parameter(wrapped, requires_grad=linear.weight.requires_grad)
 
+    def check_shards(self, part: nn.Module, shards: int) -> None:
+        uneven = []
+        for name, parameter in part.named_parameters():
+            held = _wrapped(parameter)
+            if held is not None and held.shape[0] % shards:
+                uneven.append(f"{name} ({held.shape[0]} rows)")
+        if uneven:
+            raise ConfigError(
+                f"quantize.linear.float8.enable_fsdp_float8_all_gather = true: {shards} shards can't hold equal parts, "
+                f"as torchao wants them, of {', '.join(uneven)}; leave these out by "
+                "quantize.linear.float8.filter_fqns, or gather in the compute type"
+            )
+
 
 def _wrapped(parameter: torch.Tensor) -> WeightWithDynamicFloat8CastTensor | None:
     """What this rank holds of a weight that is gathered in float8; None for other parameters."""
     held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return held if isinstance(held, WeightWithDynamicFloat8CastTensor) else None
-
-
-def check_shards(model: nn.Module, shards: int) -> None:
-    """Refuses weights that `shards` ranks would hold unequal parts of: torchao gathers equal ones only."""
-    uneven = []
-    for name, parameter in model.named_parameters():
-        held = _wrapped(parameter)
-        if held is not None and held.shape[0] % shards:
-            uneven.append(f"{name} ({held.shape[0]} rows)")
-    if uneven:
-        raise ConfigError(
-            f"quantize.linear.float8.enable_fsdp_float8_all_gather = true: {shards} shards can't hold equal parts of "
-            f"{', '.join(uneven)}; leave these out by quantize.linear.float8.filter_fqns, or gather in the compute type"
-        )
 
 
 @torch.no_grad()

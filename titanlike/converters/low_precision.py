@@ -1,7 +1,7 @@
 """Linear layers that multiply in low precision: which ones, and their change of class.
 
-A layer is chosen by its name in the whole model, whatever this rank holds of it, and by the sizes that a rank multiplies
-with. Only its product changes: parameters keep their names and their type, so checkpoints know nothing of it.
+A layer is chosen by its name in the whole model, whatever this rank holds of it, and by the sizes that a rank
+multiplies with. Only its product changes: parameters keep names and type, so checkpoints know nothing of it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ class Method(Protocol):
 
     def convert(self, linear: Linear) -> None:
         """Changes the module, which is on the meta device and whole."""
+
+    def check_shards(self, part: Decoder, shards: int) -> None:
+        """Refuses what can't be spread over that many shards; the part is split over its other axes."""
 
     def is_small(self, features: tuple[int, int]) -> bool:
         """Whether a layer with these inputs and outputs would rather lose time."""
@@ -91,7 +94,7 @@ def _whole_model(config: Config) -> Decoder:
 
 
 def choose(method: Method, filters: Iterable[str], model: Decoder, tensor: int) -> LowPrecision:
-    """Goes through the layers of the whole model, unsplit; see `low_precision`."""
+    """The method's layers of the whole model, which isn't split yet, on a tensor axis of that size."""
     filters, features = list(filters), local_features(model, tensor)
     _check_filters(method, [f for f in filters if f != SMALL], [*features, HEAD])
     chosen, left = [], defaultdict(list)
@@ -108,7 +111,7 @@ def choose(method: Method, filters: Iterable[str], model: Decoder, tensor: int) 
             chosen.append(name)
     if not chosen:
         reasons = "; ".join(f"{why}: {_in_short(names)}" for why, names in left.items())
-        raise ConfigError(f"model.converters: {method.key.removesuffix('.')} converts no layer ({reasons})")
+        raise ConfigError(f"model.converters: {method.key} converts no layer ({reasons})")
     return LowPrecision(method, frozenset(chosen), dict(left))
 
 

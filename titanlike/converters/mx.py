@@ -72,5 +72,8 @@ class MX:
     def is_small(self, features: tuple[int, int]) -> bool:
         return False
 
+    def check_shards(self, part: torch.nn.Module, shards: int) -> None:
+        """Weights are gathered as ever."""
+
     def convert(self, linear: Linear) -> None:
         linear.__class__ = _mixed(type(linear), self._arguments)

@@ -1,7 +1,7 @@
 """The linear layer of the decoder: a weight, and how inputs are multiplied with it.
 
 The two are apart, since others want one of them alone: tensor parallelism multiplies with a part of the weight, low
-precision multiplies in another way. Both change a module's class, so that torch.compile's graph of one block serves all.
+precision multiplies in another way. Both change a module's class: torch.compile's graph of one block serves all.
 """
 
 from __future__ import annotations

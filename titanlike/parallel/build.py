@@ -71,6 +71,8 @@ def _build_part(config: Config, mesh: Mesh, part: Part | None, precision: LowPre
     apply_activation_checkpointing(model, config)
     apply_activation_offload(model, config)
     apply_compile(model, config)
+    if precision:
+        precision.method.check_shards(model, mesh.shards["shard"].size())
     shard_model(model, mesh.shards, config)
     if config.model.print_after_conversion:
         logger.info("%s", model)

@@ -31,7 +31,7 @@ def precision_policy(config: Config) -> MixedPrecisionPolicy:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Refuses what needs an accelerator where there is none; raises ConfigError."""
+    """Refuses what needs an accelerator where there is none, or another one; raises ConfigError."""
     needs = {
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
         "training.activation_offload": config.training.activation_offload,
@@ -41,6 +41,27 @@ def check_device(config: Config, device: torch.device) -> None:
         raise ConfigError(
             [f"{key} = true: needs an accelerator; this run is on the CPU" for key in needs if needs[key]]
         )
+    if problem := _low_precision_problem(config, device):
+        raise ConfigError(problem)
+
+
+def _low_precision_problem(config: Config, device: torch.device) -> str | None:
+    """What keeps the device from multiplying as `model.converters` says. CPUs multiply float8, but no MX formats."""
+    names, section = config.model.converters, config.quantize.linear
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    capability = torch.cuda.get_device_capability(device) if is_nvidia else None
+    if "quantize.linear.float8" in names and not section.float8.emulate and capability and capability < (8, 9):
+        return (
+            "model.converters: quantize.linear.float8 needs a GPU of compute capability 8.9 (Ada, Hopper or later); "
+            f"this one has {capability[0]}.{capability[1]}. quantize.linear.float8.emulate = true computes it slowly"
+        )
+    on_hardware = section.mx.recipe_name != "mxfp8_emulated"
+    if "quantize.linear.mx" in names and on_hardware and (capability is None or capability < (10, 0)):
+        return (
+            f"quantize.linear.mx.recipe_name = {section.mx.recipe_name!r}: needs a GPU of compute capability 10.0 "
+            '(Blackwell); "mxfp8_emulated" computes it slowly on any device'
+        )
+    return None
 
 
 def reshards(config: Config) -> bool:

@@ -63,10 +63,10 @@ class Float8Linear(Section):
     """How values are scaled; none is tensorwise."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """Gather weights in 8 bits (tensorwise)."""
+    """Gather weights in 8 bits (tensorwise); the shards must divide each weight's rows."""
 
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all weights at once after the update (tensorwise)."""
+    """Take the scales of weights that are gathered in 8 bits at once after the update, not one by one."""
 
     filter_fqns: Names = []
     """Linear layers to leave out, by part of the name; auto_filter_small_kn leaves out those too small to gain."""
@@ -79,7 +79,7 @@ class MXLinear(Section):
     """[quantize.linear.mx]: linear layers in microscaled formats (torchao)."""
 
     recipe_name: str = "mxfp8_cublas"
-    """Format and kernel."""
+    """Format and kernel: mxfp8_cublas, mxfp8_cublas_rceil (scales rounded up) or mxfp8_emulated (any device)."""
 
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     """Kernel of the cast along the inner dimension."""
