@@ -109,7 +109,7 @@ def test_changelog_lists_what_is_refused():
     refused_ones = {*refused.SECTIONS, *refused.BUILT, *refused.DEFAULT_ONLY}
     assert refused_ones - named == set(), "refused, and not under “Not yet”"
     keys = {name for name in named if name in SECTIONS or (name.split(".")[0] in SECTIONS and "." in name)}
-    assert keys - refused_ones == {"quantize"}, "under “Not yet”, and not refused"
+    assert keys <= refused_ones, "under “Not yet”, and not refused"
     for command in cli.NOT_BUILT:
         assert f"`titanlike {command}`" in text
 
