@@ -23,8 +23,6 @@ from titanlike.models.decoder import Decoder
 from titanlike.models.linear import Linear
 from titanlike.models.spec import decoder_spec
 
-# torchao registers enumerations with torch in a way that torch 2.13 calls old.
-pytestmark = pytest.mark.filterwarnings("ignore:.*register_constant:UserWarning")
 pytest.importorskip("torchao")
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -10,7 +10,6 @@ from titanlike.errors import ConfigError
 from titanlike.models.linear import Linear
 from titanlike.parallel.fully_shard import check_device
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*register_constant:UserWarning")
 pytest.importorskip("torchao")
 
 

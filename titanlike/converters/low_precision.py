@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from titanlike.config import Config
+from titanlike.config.checks_precision import SMALL
 from titanlike.errors import ConfigError
 from titanlike.models.decoder import Decoder
 from titanlike.models.linear import Linear
@@ -24,7 +25,6 @@ from titanlike.parallel.tensor import local_features
 logger = logging.getLogger("titanlike")
 
 HEAD = "output"  # no linear layer here, and never converted; TorchTitan's configs leave it out by name
-SMALL = "auto_filter_small_kn"
 
 
 class Method(Protocol):

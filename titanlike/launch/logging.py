@@ -17,7 +17,10 @@ from titanlike.launch import worker
 logger = logging.getLogger("titanlike")
 
 # What torch warns of through its loggers and nobody who trains can do anything about: logger → words of the message.
-_NOISE = {"torch._higher_order_ops.wrap": "Detected that context_fn is passed"}  # recomputed blocks that are compiled
+_NOISE = {
+    "torch._higher_order_ops.wrap": "Detected that context_fn is passed",  # recomputed blocks that are compiled
+    "torch.utils._pytree": "is an Enum subclass",  # how torchao registers some of its own
+}
 _console_fd: int | None = None  # the real stderr of a process whose output goes to its file
 
 
