@@ -68,7 +68,7 @@ def test_padding_for_tensor_ranks_counts():
 
 def test_an_unknown_degree_is_given_the_benefit_of_the_doubt():
     argv = [FLOAT8, "--parallelism.data_parallel_shard_degree=1", "--parallelism.context_parallel_degree=-1"]
-    load_config([*argv, "--training.seq_len=64", "--training.local_batch_size=1"])
+    load_config([*argv, "--training.seq_len=24", "--training.local_batch_size=1"])
 
 
 def test_converters_that_clash():
