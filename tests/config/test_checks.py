@@ -166,7 +166,14 @@ def test_rules(override, part):
     ("argv", "parts"),
     [
         (["--optimizer.stochastic_rounding"], ["needs training.dtype or optimizer.state_dtype"]),
-        (["--compile.components=optimizer", "--compile.enable"], ["compile.components", "name = 'AdamW'", "AdamW8bit"]),
+        (
+            ["--compile.components=optimizer", "--compile.enable", "--optimizer.name=Muon"],
+            ["compile.components", "name = 'Muon'", "AdamW8bit"],
+        ),
+        (
+            ["--compile.components=optimizer", "--compile.enable", "--optimizer.state_dtype=bfloat16"],
+            ["compile.components", "optimizer.state_dtype = 'bfloat16'"],
+        ),
         (["--optimizer.state_dtype=bfloat16", "--optimizer.name=AdamW8bit"], ["state_dtype", "quantises its state"]),
         (["--optimizer.in_backward", "--training.max_norm=0", "--optimizer.name=Muon"], ["in_backward", "'Muon'"]),
     ],
