@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from titanlike.config import Config
@@ -52,4 +51,6 @@ def _any_number_of_documents(model: nn.Module, args: tuple, kwargs: dict) -> Non
     """Forward pre-hook: packed rows hold another number of documents each time, which must not mean another graph."""
     offsets = kwargs.get("offsets", args[2] if len(args) > 2 else None)
     if offsets is not None:
-        torch._dynamo.maybe_mark_dynamic(offsets, 0)
+        from torch._dynamo import maybe_mark_dynamic  # takes a second to import
+
+        maybe_mark_dynamic(offsets, 0)
