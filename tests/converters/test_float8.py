@@ -193,8 +193,9 @@ def test_selective_checkpointing_keeps_float8_products(pool):
 
 def test_weights_are_seen_and_kept_out_of_their_wrapping(pool):
     """Optimizer and checkpoints get plain tensors; an update goes into the wrapped memory."""
-    given = settings({**SCALES, "filter_fqns": ["wq"]})
-    (seen,) = pool.run("tests.converters.precision_jobs:wrapping", world=1, config=given)
+    (seen,) = pool.run(
+        "tests.converters.precision_jobs:wrapping", world=1, config=settings({**SCALES, "filter_fqns": ["wq"]})
+    )
     first, second = seen["logged"][:2]
     assert first.startswith("float8 (tensorwise): 18 linear layers: layers.0-2.attention.wk, ")
     assert "by quantize.linear.float8.filter_fqns: layers.0-2.attention.wq" in second

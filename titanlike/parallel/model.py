@@ -18,7 +18,7 @@ from titanlike.models.decoder import Decoder
 from titanlike.models.dropout import token_keys
 from titanlike.models.initial import Source, materialise
 from titanlike.objectives.base import Objective
-from titanlike.optim.sharded import like, local
+from titanlike.optim.placed import like, local
 from titanlike.parallel.context import cut
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.pipeline import Pipeline
