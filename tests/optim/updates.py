@@ -6,7 +6,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as TensorShard
 
 from titanlike.checkpoint.manager import CheckpointManager
 from titanlike.config import Config
@@ -14,7 +16,7 @@ from titanlike.config.derive import batch_layout
 from titanlike.models.initial import Shard, initial_values, normal, shard_of
 from titanlike.optim.muon import orthogonalised
 from titanlike.optim.optimizers import build_optimizer
-from titanlike.optim.placed import like
+from titanlike.optim.placed import like, local
 from titanlike.optim.schedule import Schedule
 from titanlike.parallel.build import build_model
 from titanlike.parallel.mesh import build_mesh
@@ -129,3 +131,12 @@ def muon_updated(rank: int, world: int, *, config: dict[str, Any], last: int) ->
 
     with mock.patch("titanlike.optim.muon.orthogonalised", counting):
         return {**updated(rank, world, config=config, last=last), "owned": len(owned)}
+
+
+def offloaded(rank: int, world: int) -> tuple[bool, str]:
+    """Whether state is in the memory that it was given, and on which device, where the mesh is of another one."""
+    parameter = distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (1,)), [TensorShard(0)])
+    state = torch.ones(4, 6)
+    with mock.patch.object(DeviceMesh, "device_type", "cuda"):
+        sharded = like(parameter, state)
+        return local(sharded).data_ptr() == state.data_ptr(), local(sharded).device.type

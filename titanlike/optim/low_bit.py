@@ -117,7 +117,7 @@ def _columns_held(parameter: torch.Tensor) -> int:
 class LowBitAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), computed in float32, over quantised moments.
 
-    8 bits: Dettmers et al. 2022, arXiv 2110.02861; 4 bits: Li et al. 2023, arXiv 2309.01507. With `backend` the update
+    8 bits: Dettmers et al. 2022, arXiv 2110.02861; 4 bits: Li et al. 2023, arXiv 2309.01507. With `compiled` the update
     is compiled: one kernel a parameter instead of some thirty and their memory. Groups have the sharded parameters
     under "of".
     """

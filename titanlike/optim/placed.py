@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,5 +28,7 @@ def like(parameter: torch.Tensor, shard: torch.Tensor, per: int = 1, *, whole_ro
     if whole_rows:
         last = parameter.ndim - 1
         placements = [Replicate() if isinstance(one, Shard) and one.dim == last else one for one in placements]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(shard, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), shard.dtype)
+    # Not DTensor.from_local: it would copy what is offloaded to the mesh's device.
+    spec = DTensorSpec(parameter.device_mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(shard, spec, requires_grad=False)

@@ -36,44 +36,47 @@ class WholeMatrices:
             dist.all_gather_object(everyone, boxes, group=self.group)
         self._boxes = everyone  # by rank, then by matrix
         self._owner = deal([cost(shape) for shape in self._shapes], self._world)
+        self._owned = [[i for i, owner in enumerate(self._owner) if owner == rank] for rank in range(self._world)]
+        self._senders = [self._nearest(i) for i in range(len(parameters))]
 
     def map(self, pieces: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         """`work` on each whole matrix, of which `pieces` are this rank's (one dtype); its own pieces of the results."""
         if not self.group:
             return [work(piece) for piece in pieces]
-        ranks, mine = range(self._world), self._of(self._me)
-        there = [[pieces[i].flatten() for i in self._of(o) if self._sender(i, self._me) == self._me] for o in ranks]
-        sizes = [[self._size(i, r) for i in mine if self._sender(i, r) == r] for r in ranks]
+        ranks, mine = range(self._world), self._owned[self._me]
+        there = [[pieces[i].flatten() for i in self._owned[o] if self._sends(i, self._me)] for o in ranks]
+        sizes = [[self._size(i, r) for i in mine if self._sends(i, r)] for r in ranks]
         arrived = self._exchange(there, sizes, pieces[0])
-        results = {i: work(self._joined(i, [arrived[r] for r in ranks], mine)) for i in mine}
+        results = {i: work(whole) for i, whole in self._joined(mine, arrived, pieces[0]).items()}
         back = [[results[i][_slices(self._boxes[r][i])].flatten() for i in mine] for r in ranks]
-        sizes = [[self._size(i, self._me) for i in self._of(o)] for o in ranks]
+        sizes = [[self._size(i, self._me) for i in self._owned[o]] for o in ranks]
         arrived = self._exchange(back, sizes, pieces[0])
-        found = {i: flat for o in ranks for i, flat in zip(self._of(o), arrived[o], strict=True)}
+        found = {i: flat for o in ranks for i, flat in zip(self._owned[o], arrived[o], strict=True)}
         return [found[i].view(piece.shape) for i, piece in enumerate(pieces)]
 
-    def _joined(self, i: int, arrived: list[list[torch.Tensor]], mine: list[int]) -> torch.Tensor:
-        """Matrix i from what the ranks sent."""
-        example = next(one for sent in arrived for one in sent)
-        whole = example.new_empty(self._shapes[i])
-        for r, sent in enumerate(arrived):
-            order = [j for j in mine if self._sender(j, r) == r]
-            if i in order:
-                box = self._boxes[r][i]
-                whole[_slices(box)] = sent[order.index(i)].view([length for _, length in box])
+    def _joined(
+        self, mine: list[int], arrived: list[list[torch.Tensor]], example: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """This rank's whole matrices from what the ranks sent."""
+        whole = {i: example.new_empty(self._shapes[i]) for i in mine}
+        for rank, sent in enumerate(arrived):
+            for i, piece in zip([i for i in mine if self._sends(i, rank)], sent, strict=True):
+                box = self._boxes[rank][i]
+                whole[i][_slices(box)] = piece.view([length for _, length in box])
         return whole
-
-    def _of(self, rank: int) -> list[int]:
-        return [i for i, owner in enumerate(self._owner) if owner == rank]
 
     def _size(self, i: int, rank: int) -> int:
         return math.prod(length for _, length in self._boxes[rank][i])
 
-    def _sender(self, i: int, rank: int) -> int:
-        """Which of the ranks that hold the same piece of matrix i as `rank` sends it: the owner's nearest."""
-        box, owner = self._boxes[rank][i], self._owner[i]
-        holders = (r for r in range(self._world) if self._boxes[r][i] == box)
-        return min(holders, key=lambda r: (abs(r - owner), r))
+    def _nearest(self, i: int) -> dict[Box, int]:
+        """For each piece of matrix i, which of the ranks that hold it sends it: the owner's nearest."""
+        chosen: dict[Box, int] = {}
+        for rank in sorted(range(self._world), key=lambda rank: (abs(rank - self._owner[i]), rank)):
+            chosen.setdefault(self._boxes[rank][i], rank)
+        return chosen
+
+    def _sends(self, i: int, rank: int) -> bool:
+        return self._senders[i][self._boxes[rank][i]] == rank
 
     def _exchange(
         self, sent: list[list[torch.Tensor]], sizes: list[list[int]], example: torch.Tensor
