@@ -28,6 +28,7 @@ from titanlike.checkpoint.manager import CheckpointManager
 from titanlike.checkpoint.origin import check_origin
 from titanlike.config import Config, dump_toml
 from titanlike.config.derive import batch_layout
+from titanlike.converters.activation_checkpoint import autograd_sees_activations
 from titanlike.converters.compile import keep_kernels
 from titanlike.data.batch import Batch
 from titanlike.data.build import build_data
@@ -175,7 +176,11 @@ class Trainer:
         self.last_step = self._last_step()
         self.schedule = Schedule.of(config, self.last_step)
         self.metrics = self._metrics(found)
-        self.memory = MemoryParts(self.model.parameters, lambda: self.optimizer.tensors().values())
+        self.memory = MemoryParts(
+            self.model.parameters,
+            lambda: self.optimizer.tensors().values(),
+            sees_activations=autograd_sees_activations(config),
+        )
         self.recompilations = Recompilations() if config.compile.enable and worker.rank() == 0 else None
         self.consumed = None
         if config.data.log_consumed and worker.rank() == 0:

@@ -115,6 +115,13 @@ def _budget(config: Config) -> None:
         functorch.memory_budget_pareto_dir = str(Path(config.job.dump_folder) / "memory_budget")
 
 
+def autograd_sees_activations(config: Config) -> bool:
+    """Whether what blocks keep for the backward lies with autograd: by operator torch keeps it elsewhere, if eager."""
+    settings = config.activation_checkpoint
+    compiled = config.compile.enable and "model" in config.compile.components
+    return compiled or settings.mode != "selective" or str(settings.selective_ac_option) != "op"
+
+
 def apply_activation_checkpointing(model: Decoder, config: Config) -> None:
     """Makes the blocks recompute as `[activation_checkpoint]` says; in place.
 

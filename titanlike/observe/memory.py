@@ -87,7 +87,8 @@ class _Held:
 class SavedForBackward:
     """Counts the bytes that autograd keeps from a forward for its backward, each piece of memory once, `weights` not.
 
-    What activation checkpointing recomputes in the backward is not among them. One Python call a saved tensor.
+    What activation checkpointing recomputes in the backward is not among them; nor is what its selective form keeps by
+    operator, in blocks that aren't compiled: torch holds that outside of autograd. One Python call a saved tensor.
     """
 
     def __init__(self, weights: Callable[[], Iterable[torch.Tensor]]):
@@ -125,8 +126,14 @@ class SavedForBackward:
 class MemoryParts:
     """What this rank's memory holds: counted in the first step of a process, the same in all that follow."""
 
-    def __init__(self, parameters: Callable[[], Iterable[torch.nn.Parameter]], state: Callable[[], Iterable]):
-        self._parameters, self._state = parameters, state
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[torch.nn.Parameter]],
+        state: Callable[[], Iterable],
+        *,
+        sees_activations: bool = True,
+    ):
+        self._parameters, self._state, self._sees_activations = parameters, state, sees_activations
         self._sizes: dict[str, int] = {}
         self._said = False
 
@@ -164,7 +171,9 @@ class MemoryParts:
         if "memory_reserved_gib" in peak and (whole := peak["memory_gib"]) is not None:
             # Activations are at their most when the gradients aren't there yet.
             parts = gib["weights"] + gib["optimizer"] + max(gib["activations"], gib["gradients"])
-            figures["memory_rest_gib"] = max(0.0, whole - parts)
+            figures["memory_rest_gib"] = max(0.0, whole - parts) if self._sees_activations else None
+        if not self._sees_activations:
+            figures["memory_activations_gib"] = None
         return figures
 
     def say(self, figures: Mapping[str, float | None]) -> None:
