@@ -89,7 +89,9 @@ def measure(command: list[str]) -> None:
         peak = peak_bytes(lambda: Trainer(config).run())
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     parts = {
-        key: round(value, 4) for key, value in rows[-1].items() if key.startswith("memory_") and key != "memory_gib"
+        key: None if value is None else round(value, 4)  # what checkpointing by operator keeps can't be told
+        for key, value in rows[-1].items()
+        if key.startswith("memory_") and key != "memory_gib"
     }
     figures = {"peak_bytes": peak, "losses": [round(row["loss"], 4) for row in rows], "parts_gib": parts}
     sys.stdout = stdout

@@ -53,7 +53,7 @@ def test_the_memory_ladder(tmp_path):
     measured = [rung for rung in rungs if "refused" not in rung]
     assert all("not built yet" in rung["refused"] for rung in rungs if rung not in measured)
     full, linear, selective, recomputed = measured[:4]
-    assert linear["peak_bytes"] < full["peak_bytes"] and recomputed["peak_bytes"] < selective["peak_bytes"]
+    assert linear["peak_bytes"] < full["peak_bytes"] and recomputed["peak_bytes"] <= selective["peak_bytes"]
     assert {len(rung["losses"]) for rung in measured} == {2}
     for rung in measured[1:4]:
         assert abs(rung["losses"][0] - full["losses"][0]) < 1e-3

@@ -143,7 +143,11 @@ def test_every_layout_equals_torch(pool, layout):
 
 @pytest.mark.parametrize("layout", ["shard 2 × tensor 2", "pipeline 2"])
 def test_training_equals_torch(pool, layout):
-    """With gradients that layouts add up in their own order: 1e-5, though directions are rounded to bfloat16."""
+    """With gradients that layouts add up in their own order.
+
+    A direction comes of five iterations in bfloat16, which turn the last bit of a gradient into some 256ths of it:
+    matrices end within 4% of how far they moved. (That the update of equal gradients is bit-equal is tested above.)
+    """
     world, parallelism = LAYOUTS[layout]
     config = parity_config(optimizer=SETTINGS, parallelism=parallelism, training={"max_norm": 0.0})
     found: dict[str, torch.Tensor] = {}
@@ -153,6 +157,7 @@ def test_training_equals_torch(pool, layout):
     with torch.device("meta"):
         model = Decoder(decoder_spec(settings), seq_len=24, kernel="math", loss="logits")
     materialise(model, "cpu", initial_values(model, 0))
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def give_gradients(step: int) -> None:
         model.zero_grad()
@@ -161,5 +166,6 @@ def test_training_equals_torch(pool, layout):
         F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE).backward()
 
     for name, value in plain(model, settings, give_gradients).items():
-        bound = 1e-5 if is_matrix(name, value) else 1e-4  # AdamW's own: see tests/parity/test_layouts.py
-        assert (found[name] - value).norm() <= bound * value.norm(), name
+        # AdamW's own bound: see tests/parity/test_layouts.py
+        bound = 4e-2 * (value - start[name]).norm() if is_matrix(name, value) else 1e-4 * value.norm()
+        assert (found[name] - value).norm() <= bound, name

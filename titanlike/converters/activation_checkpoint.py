@@ -110,6 +110,9 @@ def _budget(config: Config) -> None:
     if hasattr(functorch, "is_non_builtin_to_include"):
         # Else attention, an operator of ours, would count as free to recompute.
         functorch.is_non_builtin_to_include = by_budget
+    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
+        # The only ones in a block are the meshes of its tensor-parallel weights.
+        functorch.unsafe_treat_script_objects_as_zero_size = by_budget
     functorch.visualize_memory_budget_pareto = by_budget and settings.visualize_memory_budget_pareto
     if functorch.visualize_memory_budget_pareto:
         functorch.memory_budget_pareto_dir = str(Path(config.job.dump_folder) / "memory_budget")
