@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,6 +18,7 @@ def run(*command, **variables):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_gpu_report_on_a_cpu(tmp_path):
     """One case that trains and one that needs an accelerator, which the report says."""
     out = run(
@@ -45,6 +48,7 @@ def test_the_loss(tmp_path):
     assert by["linear cross-entropy", 0.9]["peak_bytes"] < full["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_the_memory_ladder(tmp_path):
     ladder = (ROOT / "benchmarks" / "memory_ladder.py", "--tiny", "--steps", "2", "--threads", "1")
     run(sys.executable, *ladder, "--json", tmp_path / "ladder.json")

@@ -91,6 +91,7 @@ print(json.dumps({"found": counters["inductor"]["fxgraph_cache_hit"] + counters[
 """
 
 
+@pytest.mark.slow
 def test_a_restart_finds_the_kernels_of_the_process_before(tmp_path):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("TORCH")}
     runs = [

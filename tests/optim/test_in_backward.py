@@ -46,7 +46,7 @@ def assert_equal(got, want, bound=1e-6):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head", [tied, lambda s: s], ids=["tied", "untied"])
+@pytest.mark.parametrize("head", [tied, pytest.param(lambda s: s, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_equals_the_ordinary_update(pool, layout, head):
     """With a warm-up schedule and without clipping; the norm is reported all the same."""
     want = run(pool, layout, in_backward=False, head=head)

@@ -103,15 +103,15 @@ def test_stored_parts_are_the_moment(name, signed):
 
 
 def test_what_is_kept_for_a_parameter(pool):
-    """Bytes of state for each parameter of a model whose weights are all in matrices of 512 columns."""
+    """Bytes of state for each parameter of a model whose weights are all in matrices of 256 columns."""
     model = {
-        "dim": 512,
+        "dim": 256,
         "n_layers": 1,
-        "n_heads": 8,
-        "n_kv_heads": 8,
+        "n_heads": 4,
+        "n_kv_heads": 4,
         "head_dim": 64,
-        "ffn_dim": 512,
-        "vocab_size": 512,
+        "ffn_dim": 256,
+        "vocab_size": 256,
     }
     names = ("AdamW", *NAMES, "Muon")
     configs = [parity_config(model=model, optimizer={"name": name}) for name in names]
@@ -173,7 +173,11 @@ def test_shards_of_rows_change_no_bit(saved):
         assert not [key for key, value in one[name][1].items() if not torch.equal(two[name][1][key], value)], name
 
 
-@pytest.mark.parametrize("here", [ONE, SHARDS, BOTH], ids=["one process", "shard 2", "shard 2 × tensor 2"])
+@pytest.mark.parametrize(
+    "here",
+    [ONE, SHARDS, pytest.param(BOTH, marks=pytest.mark.slow)],
+    ids=["one process", "shard 2", "shard 2 × tensor 2"],
+)
 @pytest.mark.parametrize("there", [SHARDS, TENSOR], ids=["from shard 2", "from tensor 2"])
 def test_state_loads_at_another_layout(pool, saved, here, there):
     """Bit for bit where blocks are as long; where they aren't, within the error of being quantised once more."""
@@ -205,16 +209,20 @@ _BOUND = {
 }
 
 
-def test_going_on_is_bit_equal(pool, saved):
+@pytest.mark.parametrize(
+    "layout",
+    [SHARDS, *(pytest.param(one, marks=pytest.mark.slow) for one in (ONE, BOTH))],
+    ids=["shard 2", "one process", "shard 2 × tensor 2"],
+)
+def test_going_on_is_bit_equal(pool, saved, layout):
     """Saved after three steps and loaded at the same layout, then two more: as five in one go."""
-    for layout in (ONE, BOTH):
-        before = saved(layout)
-        runs = [{"config": config(name, **layout), "first": 4, "last": 5, "load": before[name][0]} for name in NAMES]
-        whole = [{"config": config(name, **layout), "last": 5} for name in NAMES]
-        ranks = pool.run(UPDATED, world=world_of(layout), runs=[*runs, *whole])
-        for n, name in enumerate(NAMES):
-            resumed, straight = (together([rank[m]["trained"] for rank in ranks]) for m in (n, n + len(NAMES)))
-            assert not [key for key, value in straight.items() if not torch.equal(resumed[key], value)], name
+    before = saved(layout)
+    runs = [{"config": config(name, **layout), "first": 4, "last": 5, "load": before[name][0]} for name in NAMES]
+    whole = [{"config": config(name, **layout), "last": 5} for name in NAMES]
+    ranks = pool.run(UPDATED, world=world_of(layout), runs=[*runs, *whole])
+    for n, name in enumerate(NAMES):
+        resumed, straight = (together([rank[m]["trained"] for rank in ranks]) for m in (n, n + len(NAMES)))
+        assert not [key for key, value in straight.items() if not torch.equal(resumed[key], value)], name
 
 
 def test_compiling_it_is_its_own_affair(make_config, monkeypatch):
