@@ -21,7 +21,7 @@ def keep_kernels(config: Config) -> None:
     Raises ConfigError where it can't be written.
     """
     settings = config.compile
-    if not settings.enable or (settings.cache_folder is None and os.environ.get(CACHE_VARIABLE)):
+    if not settings.enable or (settings.cache_folder is None and _users_own()):
         return
     folder = Path(settings.cache_folder or Path(config.job.dump_folder) / "compiled").expanduser().absolute()
     try:
@@ -29,6 +29,13 @@ def keep_kernels(config: Config) -> None:
     except OSError as error:
         raise ConfigError(f"compile.cache_folder = {str(folder)!r}: can't be written to ({error.strerror})") from error
     os.environ[CACHE_VARIABLE] = str(folder)
+
+
+def _users_own() -> bool:
+    """Whether the environment names a cache: torch itself writes its default there when it first looks."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get(CACHE_VARIABLE, default_cache_dir()) != default_cache_dir()
 
 
 def apply_compile(model: Decoder, config: Config) -> None:
