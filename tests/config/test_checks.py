@@ -172,7 +172,7 @@ def test_rules(override, part):
         ),
         (
             ["--compile.components=optimizer", "--compile.enable", "--optimizer.state_dtype=bfloat16"],
-            ["compile.components", "optimizer.state_dtype = 'bfloat16'"],
+            ["compile.components", 'optimizer.state_dtype = "bfloat16"'],
         ),
         (["--optimizer.state_dtype=bfloat16", "--optimizer.name=AdamW8bit"], ["state_dtype", "quantises its state"]),
         (["--optimizer.in_backward", "--training.max_norm=0", "--optimizer.name=Muon"], ["in_backward", "'Muon'"]),

@@ -7,6 +7,7 @@ a config whose single values are valid; they import no torch.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 
@@ -205,7 +206,7 @@ def compiled_update(config: Config) -> Iterator[Problem]:
     narrow = {"state_dtype": chosen.state_dtype, "stochastic_rounding": chosen.stochastic_rounding}
     for key, value in narrow.items():
         if value and value != config.training.dtype:
-            text = f"{clash} optimizer.{key} = {value!r}, which updates one parameter at a time"
+            text = f"{clash} optimizer.{key} = {json.dumps(value)}, which updates one parameter at a time"
             yield Problem(("compile.components", f"optimizer.{key}"), text)
 
 
