@@ -75,6 +75,7 @@ def test_torch_of_an_active_environment_is_borrowed_and_the_next_start_is_quick(
     where = subprocess.run(
         [python, "-c", "import titanlike, torch; print(titanlike.__file__, torch.__file__, sep='\\n')"],
         cwd="/",
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},  # that of this test's own run
         capture_output=True,
         text=True,
         check=True,

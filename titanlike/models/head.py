@@ -15,6 +15,7 @@ from torch import nn
 from titanlike.data.batch import IGNORE
 from titanlike.models.linear_cross_entropy import linear_log_probs, linear_log_probs_and_entropy
 from titanlike.models.logits_chunk import Chunk, LogitRule, VocabularyShard
+from titanlike.models.products import linear
 from titanlike.models.spec import DecoderSpec
 
 LogProbs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -65,7 +66,7 @@ class Head(nn.Module):
                 return linear_log_probs_and_entropy(hidden, weight, labels, **options)
             return linear_log_probs(hidden, weight, labels, reduction, **options)
         assert shard is None, "full logits need the whole vocabulary"
-        logits = self.rule(F.linear(hidden, weight).float())
+        logits = self.rule(linear(hidden, weight).float())
         losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none")
         if with_entropy:
             logs = logits.log_softmax(-1)
@@ -78,4 +79,4 @@ class Head(nn.Module):
 
     def logits(self, hidden: torch.Tensor, tied: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [B, S, vocab] of hidden [B, S, dim]."""
-        return self.rule(F.linear(hidden, self.weight if tied is None else tied))
+        return self.rule(linear(hidden, self.weight if tied is None else tied))

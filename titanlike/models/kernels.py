@@ -48,6 +48,17 @@ _VARLEN_FORWARD = _operator("_flash_attention_forward")
 _VARLEN_BACKWARD = _operator("_flash_attention_backward")
 
 
+def _cpu_multiplies_bf16() -> bool:
+    """Whether this CPU's matrix products take bfloat16 as it is; a torch that can't say is left to itself."""
+    try:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except (AttributeError, RuntimeError):
+        return True
+
+
+CPU_MULTIPLIES_BF16 = _cpu_multiplies_bf16()
+
+
 def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
@@ -58,6 +69,9 @@ def _cpu_forward(q, k, v, scale, causal):
 
 
 def _cpu_backward(grad, q, k, v, out, lse, scale, causal):
+    if q.dtype is torch.bfloat16 and not CPU_MULTIPLIES_BF16:  # see `models.products`; its forward is fast as it is
+        wide = (t.float() for t in (grad, q, k, v, out))
+        return tuple(g.bfloat16() for g in _cpu_backward(*wide, lse, scale, causal))
     # The kernel reads the gradient and lse by their strides only where they are laid out as the forward left them.
     grads = _CPU_BACKWARD(*_heads_first(grad.contiguous(), q, k, v, out), lse, 0.0, causal, scale=scale)
     return tuple(_heads_first(*grads))

@@ -7,8 +7,9 @@ precision multiplies in another way. Both change a module's class: torch.compile
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from titanlike.models.products import linear
 
 
 class Linear(nn.Linear):
@@ -16,7 +17,7 @@ class Linear(nn.Linear):
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., in] times weight [out, in], plus bias [out]: [..., out]. The weight may be a part of the module's."""
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.weight, self.bias)

@@ -17,6 +17,7 @@ import torch
 
 from titanlike.data.batch import IGNORE
 from titanlike.models.logits_chunk import PLAIN, Chunk
+from titanlike.models.products import widened
 
 # Bytes of a chunk's float32 logits that keep the passes over them inside a CPU's last-level cache; GPUs want larger
 # matrix products instead.
@@ -43,8 +44,8 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 def _forward(hidden, weight, labels, rows, chunk: Chunk, with_entropy: bool):
     """Log-probabilities [n] and, if asked for, entropies [n]; no gradients."""
-    hidden, weight = hidden.detach(), weight.detach()
     chosen = hidden.new_empty(labels.shape, dtype=_wide(hidden))
+    hidden, weight = widened(hidden.detach()), widened(weight.detach())
     entropy = torch.empty_like(chosen) if with_entropy else None
     for a in range(0, len(labels), rows):
         part = slice(a, a + rows)
@@ -57,26 +58,32 @@ def _forward(hidden, weight, labels, rows, chunk: Chunk, with_entropy: bool):
 
 def _gradients(hidden, weight, labels, upstream, of_entropy, rows, chunk: Chunk):
     """Log-probabilities [n], gradient of hidden [n, dim] and of weight (wide), chunk by chunk."""
-    hidden, weight = hidden.detach(), weight.detach()
     chosen = hidden.new_empty(labels.shape, dtype=_wide(hidden))
     grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)
+    hidden, weight = widened(hidden.detach()), widened(weight.detach())
+    grad_weight = None
     for a in range(0, len(labels), rows):
         part = slice(a, a + rows)
         up, of = (None if x is None else x[part] for x in (upstream, of_entropy))
         grad_logits, found = chunk.gradient(hidden[part], weight, labels[part], up, of)
         chosen[part] = (found.wanted - found.log_normaliser).squeeze(1)
-        torch.mm(grad_logits, weight, out=grad_hidden[part])
-        _accumulate(grad_weight, grad_logits, hidden[part])
+        if hidden.dtype == grad_hidden.dtype:
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+        else:
+            grad_hidden[part] = grad_logits @ weight
+        grad_weight = _plus(grad_weight, grad_logits, hidden[part])
+    if grad_weight is None:
+        grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)
     return chosen, grad_hidden, grad_weight
 
 
-def _accumulate(total: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total [vocab, dim], wide, += grad_logits^T [vocab, n] @ hidden [n, dim]."""
+def _plus(total: torch.Tensor | None, grad_logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """total [vocab, dim], wide, + grad_logits^T [vocab, n] @ hidden [n, dim]; in place where there is a total."""
+    if total is None:
+        return (grad_logits.t() @ hidden).to(_wide(hidden))
     if hidden.dtype == total.dtype:
-        total.addmm_(grad_logits.t(), hidden)
-    else:
-        total.add_(grad_logits.t() @ hidden)
+        return total.addmm_(grad_logits.t(), hidden)
+    return total.add_(grad_logits.t() @ hidden)
 
 
 class _SumLogProbs(torch.autograd.Function):
