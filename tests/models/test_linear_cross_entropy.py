@@ -129,7 +129,7 @@ def test_compiled_chunk(rule):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_vocabulary_over_ranks(pool, world):
-    """Rows that don't divide, each rule, eager and, over two ranks, compiled: every rank's values, and the gradients put together."""
+    """Rows that don't divide, each rule, at two ranks compiled too: every rank's values, the gradients together."""
     cases = list(itertools.product(RULES.values(), (None, "aot_eager") if world == 2 else (None,)))
     ranks = pool.run("tests.models.heads:over_ranks", world=world, cases=cases)
     for i, (rule, _) in enumerate(cases):
