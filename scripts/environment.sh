@@ -15,7 +15,7 @@ use_environment() {
   venv=${TITANLIKE_VENV:-$root/.venv}
   state=$venv/.titanlike # our notes: lock, making, borrowed, and the stamps run and dev
   local needs=(torch torchdata pydantic tokenizers pyarrow tensorboard)
-  [ "$kind" = run ] || needs+=(pytest pytest_timeout xdist hypothesis)
+  [ "$kind" = run ] || needs+=(pytest pytest_timeout hypothesis)
   python=$venv/bin/python
   if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}${TITANLIKE_PYTHON:-}" ] && is_made; then return; fi # no need to ask others
   if [ -z "${TITANLIKE_VENV:-}" ]; then
