@@ -22,9 +22,12 @@ OPTIMIZERS = {
     "AdamW4bit": ({"optimizer": {"name": "AdamW4bit"}}, 2e-2),
     "AdamWFp8": ({"optimizer": {"name": "AdamWFp8"}}, 2e-3),
 }
+QUICK = ("Muon", "AdamW, bf16 at random", "AdamW8bit")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
+)
 def test_a_run_goes_on_where_it_stopped(pool, tiny, tmp_path, name):
     sections, bound = OPTIMIZERS[name]
     if name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):

@@ -29,6 +29,8 @@ CHAINS = {
         [layout(pp=2, tp=2), layout(shard=4), layout(cp=2, tp=2), layout(shard=3), layout()],
         {},
     ),
+}
+SLOW_CHAINS = {
     "tied, several stages a rank, in the background": (
         [
             layout("Interleaved1F1B", pp=2, tp=2),
@@ -39,8 +41,6 @@ CHAINS = {
         ],
         {**TIED, **IN_BACKGROUND},
     ),
-}
-SLOW_CHAINS = {
     "eight ranks": (
         [
             layout(pp=2, cp=2, tp=2),

@@ -121,7 +121,7 @@ def test_a_signal_stops_one_process_with_75(start, number):
     assert (job.status.state, job.status.exit_code) == ("stopped", 75)
 
 
-@pytest.mark.parametrize("target", ["rank 1", "launcher", "all"])
+@pytest.mark.parametrize("target", ["all", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rank 1", "launcher"))])
 def test_a_signal_stops_all_ranks_at_one_step(start, target):
     job = start("--training.steps", "3000", NGPU="2", TITANLIKE_FAULT="slow-save:seconds=1")
     job.wait_for_step(2, ranks=2)

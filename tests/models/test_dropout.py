@@ -69,7 +69,7 @@ def run(pool, world=1, steps=5, **given):
         (2, {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
         (2, {"context_parallel_degree": 2, **RING}),
         (2, {"pipeline_parallel_degree": 2}),
-        (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2, **RING}),
+        pytest.param(*(4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2, **RING}), marks=pytest.mark.slow),
     ],
     ids=str,
 )
