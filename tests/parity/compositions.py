@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.parity import jobs
-from tests.parity.layouts import BY_OPERATOR, FULL, config
+from tests.parity.layouts import BY_OPERATOR, FULL, between_marks, config
 from titanlike.config import Config
 from titanlike.config.checks import find_problems
 
@@ -175,7 +175,6 @@ def refused() -> dict[tuple[str, str], str]:
 # ---- the table in the documentation --------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
-BEGIN, END = "<!-- compositions:begin -->", "<!-- compositions:end -->"
 
 
 def table() -> str:
@@ -198,9 +197,7 @@ def table() -> str:
 
 
 def page_with_table(page: str) -> str:
-    """The page with the table between its marks."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    return between_marks(page, table())
 
 
 if __name__ == "__main__":

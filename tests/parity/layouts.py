@@ -253,10 +253,14 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def page_with_table(page: str) -> str:
-    """The page with the table between its marks."""
+def between_marks(page: str, text: str) -> str:
+    """The page with the text between its marks."""
     before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+def page_with_table(page: str) -> str:
+    return between_marks(page, table())
 
 
 if __name__ == "__main__":
