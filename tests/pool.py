@@ -10,10 +10,12 @@ results travel by pickle between these test processes only.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -32,11 +34,16 @@ class Pool:
         self._context = multiprocessing.get_context("spawn")
         self._ends: list[Any] = []
         self._processes: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def _stacks(self, rank: int) -> str:
+        self._folder = self._folder or tempfile.TemporaryDirectory()
+        return os.path.join(self._folder.name, f"{rank}.stacks")
 
     def _grow(self, size: int) -> None:
         for rank in range(len(self._ends), size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs))
+            process = self._context.Process(target=_serve, args=(rank, theirs, self._stacks(rank)))
             process.start()
             theirs.close()
             self._ends.append(ours)
@@ -52,10 +59,12 @@ class Pool:
             try:
                 answers = self._collect(world, timeout)
             except BaseException:  # a test's own timeout: the next job must not read this one's answers
+                self._show_stacks(world)
                 self.close()
                 raise
         failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in answers.items() if not fine]
         if missing := [rank for rank in range(world) if rank not in answers]:
+            self._show_stacks(world)
             self.close()
             kind = AssertionError if failures else TimeoutError
             silent = f"{job}: ranks {missing} of {world} did not answer within {timeout} s"
@@ -77,6 +86,16 @@ class Pool:
                     until = min(until, time.monotonic() + _AFTER_A_FAILURE)
         return answers
 
+    def _show_stacks(self, world: int) -> None:
+        """Prints where each rank is, so that a test that hangs says why."""
+        for process in self._processes[:world]:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)  # it is written by the ranks' signal handlers
+        for rank in range(world):
+            with open(self._stacks(rank)) as file:
+                print(f"rank {rank} is at:\n{file.read()}")
+
     def close(self) -> None:
         for end in self._ends:
             end.close()
@@ -84,7 +103,9 @@ class Pool:
             process.join(5)
             if process.is_alive():
                 process.kill()
-        self._ends, self._processes = [], []
+        if self._folder:
+            self._folder.cleanup()
+        self._ends, self._processes, self._folder = [], [], None
 
 
 def _free_port() -> int:
@@ -93,11 +114,15 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(rank: int, end: Any) -> None:
+def _serve(rank: int, end: Any, stacks: str) -> None:
+    faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115 (as long as the process lives)
+
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # Collections walk a job's own objects only: what was there before it is frozen, which a trainer's objects must not be.
+    freeze, gc.freeze = gc.freeze, lambda: None
     while True:
         try:
             job, world, store, port, arguments = end.recv()
@@ -120,8 +145,8 @@ def _serve(rank: int, end: Any) -> None:
             _forget_meshes()
             # A trainer stops Python's own collections. Groups that live on in cycles keep their threads and sockets.
             gc.enable()
-            gc.unfreeze()
             gc.collect()
+            freeze()
 
 
 def _forget_meshes() -> None:

@@ -1,6 +1,7 @@
 """Float8 against torchao's own layers, and over the axes.
 
-At one process, products and gradients are torchao's to the bit. Layouts are held against one process with the same
+At one process, products and gradients are torchao's to the bit. Models emulate unless the test is of the products: on
+a CPU a float8 product builds its kernel anew at each call. Layouts are held against one process with the same
 microbatches: over data they are the same products (1e-5 is the order of sums); tensor ranks scale their own part of a
 weight and of activations, which moves roundings, so they are held against it to 8 bits' accuracy only.
 """
@@ -35,10 +36,10 @@ TENSOR = {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degr
 
 
 def settings(float8: dict[str, Any] | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A tiny model's config with float8 as asked."""
+    """A tiny model's config with float8 as asked, emulated unless said otherwise."""
     made = tiny(**{**sections, "training": {"seq_len": 32, **sections.get("training", {})}})
     made["model"] = {**made["model"], "converters": ["quantize.linear.float8"]}
-    return {**made, "quantize": {"linear": {"float8": float8 or {}}}}
+    return {**made, "quantize": {"linear": {"float8": {"emulate": True, **(float8 or {})}}}}
 
 
 def theirs(recipe: str, emulate: bool, linear: nn.Module) -> nn.Module:
@@ -77,10 +78,9 @@ def test_a_layer_is_torchaos_to_the_bit(recipe, emulate, dtype):
     assert not torch.equal(results[0][0], results[2][0]), "nothing was rounded to 8 bits"
 
 
-@functools.cache
-def torchaos_model(recipe: str) -> dict[str, Any]:
+def torchaos_model(recipe: str, emulate: bool) -> dict[str, Any]:
     """A plain decoder with torchao's layers, one big batch, full logits."""
-    return jobs.plain(settings(), STEPS, change=lambda model: theirs(recipe, False, model))
+    return jobs.plain(settings(), STEPS, change=lambda model: theirs(recipe, emulate, model))
 
 
 @functools.cache
@@ -110,15 +110,16 @@ def alone(pool) -> dict[str, dict[str, Any]]:
     return dict(zip(RECIPES, train(pool, 1, *(settings({"recipe_name": r}) for r in RECIPES)), strict=True))
 
 
-def test_a_model_is_torchaos(pool):
+@pytest.mark.parametrize("emulate", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["emulated", "products"])
+def test_a_model_is_torchaos(pool, emulate):
     """The same big batch, attention in plain maths, full logits: bit-equal losses and gradients."""
     same = {"model": {"attention": "math"}, "loss": {"implementation": "logits"}, "training": {"local_batch_size": 8}}
     made = []
     for recipe in RECIPES:
-        one = settings({"recipe_name": recipe}, loss=same["loss"], training=same["training"])
+        one = settings({"recipe_name": recipe, "emulate": emulate}, loss=same["loss"], training=same["training"])
         made.append({**one, "model": {**one["model"], **same["model"]}})
     for recipe, got in zip(RECIPES, train(pool, 1, *made), strict=True):
-        want = torchaos_model(recipe)
+        want = torchaos_model(recipe, emulate)
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-6)
         assert error(got["gradients"], want["gradients"]) < 1e-6, recipe
 
@@ -181,7 +182,7 @@ def test_over_data_and_tensor_ranks(pool, alone):
 def test_selective_checkpointing_keeps_float8_products(pool):
     """By operator, every other product is recomputed: fewer than all, more than none; gradients stay bit-equal."""
     modes = [{"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"}]
-    configs = [settings(activation_checkpoint=mode) for mode in modes]
+    configs = [settings({"emulate": False}, activation_checkpoint=mode) for mode in modes]
     (results,) = pool.run("tests.converters.precision_jobs:products", world=1, configs=configs)
     (none, want), (by_operator, some), (full, all_) = results
     layers, blocks = 7, 3
@@ -197,7 +198,7 @@ def test_weights_are_seen_and_kept_out_of_their_wrapping(pool):
         "tests.converters.precision_jobs:wrapping", world=1, config=settings({**SCALES, "filter_fqns": ["wq"]})
     )
     first, second = seen["logged"][:2]
-    assert first.startswith("float8 (tensorwise): 18 linear layers: layers.0-2.attention.wk, ")
+    assert first.startswith("float8 (tensorwise, emulated): 18 linear layers: layers.0-2.attention.wk, ")
     assert "by quantize.linear.float8.filter_fqns: layers.0-2.attention.wq" in second
     assert seen["wrapped"] == 18 and seen["plain"] and seen["shared"]
     assert seen["scales"] == pytest.approx(seen["wanted"], rel=1e-6)

@@ -74,7 +74,8 @@ def test_killed_three_times(pool, forks, tiny, tmp_path, chance, world):
         for pid in chance.sample(pids, world):
             os.kill(pid, signal.SIGKILL)
             time.sleep(chance.random() * 0.02)
-        assert [forks.wait(pid) for pid in pids] == [-signal.SIGKILL] * world
+        codes = {forks.wait(pid) for pid in pids}
+        assert -signal.SIGKILL in codes and codes <= {-signal.SIGKILL, 1}, "killed, or failed for want of the other"
     check_what_is_left(pool, tiny, tmp_path, world)
 
 
