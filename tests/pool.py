@@ -121,7 +121,7 @@ def _serve(rank: int, end: Any, stacks: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # Collections walk a job's own objects only: what was there before it is frozen, which a trainer's objects must not be.
+    # Collections walk a job's own objects only: what was there before is frozen. A trainer's objects must not be.
     freeze, gc.freeze = gc.freeze, lambda: None
     while True:
         try:
