@@ -120,9 +120,13 @@ def _serve(rank: int, end: Any, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
+    import titanlike.trainer  # noqa: F401 (what all jobs need)
+
     torch.set_num_threads(1)
-    # Collections walk a job's own objects only: what was there before is frozen. A trainer's objects must not be.
-    freeze, gc.freeze = gc.freeze, lambda: None
+    # Collections walk what jobs leave, not what was imported. A trainer's own objects must not be frozen beside it.
+    gc.collect()
+    gc.freeze()
+    gc.freeze = lambda: None
     while True:
         try:
             job, world, store, port, arguments = end.recv()
@@ -146,15 +150,18 @@ def _serve(rank: int, end: Any, stacks: str) -> None:
             # A trainer stops Python's own collections. Groups that live on in cycles keep their threads and sockets.
             gc.enable()
             gc.collect()
-            freeze()
 
 
 def _forget_meshes() -> None:
     """What torch has planned for a mesh names its groups, and it takes an equal mesh of the next world for the same."""
     if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import _redistribute, debug
 
         debug._clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
         if clear_plans := getattr(_redistribute, "clear_redistribute_planner_cache", None):
             clear_plans()  # torch 2.11 has none
+        # Guards of compiled code outlive its reset, with the meshes that they compare to; groups have threads.
+        for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
+            getattr(mesh, "_pg_registry", {}).clear()
