@@ -119,7 +119,7 @@ def climb(chosen: argparse.Namespace) -> list[dict]:
             continue
         keys |= added
         command = [sys.executable, str(HERE), "--measure", *argv(keys)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(chosen.threads), "OMP_WAIT_POLICY": "passive"}
+        environment = os.environ | {"OMP_NUM_THREADS": str(chosen.threads)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")

@@ -12,7 +12,9 @@ import common as c
 
 settings = c.arguments()
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as titanlike.train does
+from titanlike.train import wait_shortly  # noqa: E402
+
+os.environ.update(wait_shortly(os.environ))
 
 import torch  # noqa: E402 (after the number of threads is set)
 
