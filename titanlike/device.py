@@ -96,10 +96,12 @@ def record_collectives(entries: int, dump: Path) -> None:
 
 def set_timeout(seconds: int, groups: Iterable[dist.ProcessGroup]) -> None:
     """Changes how long a collective of these groups may take before the job is given up."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    change = getattr(dist, "set_timeout", None)  # public since torch 2.14
+    if change is None:
+        from torch.distributed.distributed_c10d import _set_pg_timeout as change
 
     for group in groups:
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        change(timedelta(seconds=seconds), group)
 
 
 def check_materialised(model: torch.nn.Module) -> None:

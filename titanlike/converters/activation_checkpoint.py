@@ -6,6 +6,7 @@ Applied by replacing a block's forward, not by wrapping the block, so that no pa
 
 from __future__ import annotations
 
+import inspect
 from functools import cache, partial
 from pathlib import Path
 
@@ -94,6 +95,8 @@ def _checkpointed(
     if by_operator:
         options["context_fn"] = _contexts(shapes)
     forward = block.forward
+    if by_operator and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+        options["respect_saved_tensors_hooks"] = False  # torch 2.14 asks for a choice; this is the only one before it
 
     # A function of its own, not a partial: torch.compile starts at a frame that it can trace.
     def recomputed(*args, **kwargs):

@@ -47,9 +47,10 @@ def _forward(hidden, weight, labels, rows, chunk: Chunk, with_entropy: bool):
     chosen = hidden.new_empty(labels.shape, dtype=_wide(hidden))
     hidden, weight = widened(hidden.detach()), widened(weight.detach())
     entropy = torch.empty_like(chosen) if with_entropy else None
+    space = chunk.workspace(min(rows, len(labels)), hidden, weight)
     for a in range(0, len(labels), rows):
         part = slice(a, a + rows)
-        found = chunk.forward(hidden[part], weight, labels[part], with_entropy)
+        found = chunk.forward(hidden[part], weight, labels[part], with_entropy, space)
         chosen[part] = (found.wanted - found.log_normaliser).squeeze(1)
         if entropy is not None:
             entropy[part] = found.entropy.squeeze(1)
@@ -62,10 +63,11 @@ def _gradients(hidden, weight, labels, upstream, of_entropy, rows, chunk: Chunk)
     grad_hidden = torch.empty_like(hidden)
     hidden, weight = widened(hidden.detach()), widened(weight.detach())
     grad_weight = None
+    space = chunk.workspace(min(rows, len(labels)), hidden, weight)
     for a in range(0, len(labels), rows):
         part = slice(a, a + rows)
         up, of = (None if x is None else x[part] for x in (upstream, of_entropy))
-        grad_logits, found = chunk.gradient(hidden[part], weight, labels[part], up, of)
+        grad_logits, found = chunk.gradient(hidden[part], weight, labels[part], up, of, space)
         chosen[part] = (found.wanted - found.log_normaliser).squeeze(1)
         if hidden.dtype == grad_hidden.dtype:
             torch.mm(grad_logits, weight, out=grad_hidden[part])

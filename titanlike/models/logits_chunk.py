@@ -1,7 +1,8 @@
 """What linear cross-entropy computes for one chunk: n tokens' hidden states against the head's weight.
 
 All logits of these tokens, or those of this rank's rows of the vocabulary, exist at once here and nowhere else; what is
-done to them passes over them as seldom as eager mode allows. Statistics are float32 (float64 for float64 inputs).
+done to them passes over them as seldom as eager mode allows, in memory that all chunks share. Statistics are float32
+(float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -90,10 +91,35 @@ class VocabularyShard:
         return Statistics(largest, (factor * total).sum(0), wanted.sum(0), moments)
 
 
-def _statistics(hidden, weight, own, here, rule: LogitRule, keep: bool, with_entropy: bool):
-    """exp(logits − highest) [n, rows], the logits themselves if they are to be kept, and the statistics."""
-    products = hidden @ weight.t()
-    logits = rule(products.to(torch.promote_types(products.dtype, torch.float32)))
+class Workspace:
+    """Memory for the products of a chunk, n tokens at most, which the next chunk writes over.
+
+    Pages that the system has to hand out anew for each chunk cost a CPU more than the product that is written there.
+    """
+
+    def __init__(self, n: int, hidden: torch.Tensor, weight: torch.Tensor, *, needs_wide: bool):
+        self._products = hidden.new_empty(n, weight.shape[0])
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        needs_wide = needs_wide and wide != hidden.dtype
+        self._wide = torch.empty_like(self._products, dtype=wide) if needs_wide else None
+
+    def multiply(self, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden [n, dim] @ weight^T [dim, rows], and uninitialised float32 of that shape if it is needed beside it."""
+        n = len(hidden)
+        products = torch.mm(hidden, weight.t(), out=self._products[:n])
+        return products, None if self._wide is None else self._wide[:n]
+
+
+def _statistics(products, wide, own, here, rule: LogitRule, keep: bool, with_entropy: bool):
+    """exp(logits − highest) [n, rows], the logits themselves if they are to be kept, and the statistics.
+
+    The powers take the place of the products, or of what is in `wide`, if that is given.
+    """
+    if wide is None:
+        wide = products.to(torch.promote_types(products.dtype, torch.float32))
+    else:
+        wide.copy_(products)
+    logits = rule(wide)
     wanted = logits.gather(1, own)
     if here is not None:
         wanted = wanted.masked_fill(~here, 0.0)
@@ -105,8 +131,8 @@ def _statistics(hidden, weight, own, here, rule: LogitRule, keep: bool, with_ent
     return powers, kept, Statistics(highest, powers.sum(-1, keepdim=True), wanted, moment)
 
 
-def _gradient(powers, logits, own, here, mine, whole, upstream, of_entropy, rule: LogitRule, dtype: torch.dtype):
-    """Gradient of the products [n, rows] in `dtype`; powers may be overwritten. `mine`: this rank's statistics.
+def _gradient(products, powers, logits, own, here, mine, whole, upstream, of_entropy, rule: LogitRule) -> None:
+    """Gradient of the products in their place; powers may be overwritten. `mine`: this rank's statistics.
 
     With p the probabilities and H the entropy:  (onehot − p) · upstream − p (log p + H) · of_entropy
     """
@@ -118,16 +144,22 @@ def _gradient(powers, logits, own, here, mine, whole, upstream, of_entropy, rule
     else:
         surprise = logits - (whole.log_normaliser - whole.entropy)
         grad = powers.mul_(scale).mul_(surprise.mul_(of_entropy).add_(upstream)).neg_()
-    grad.scatter_add_(1, own, upstream if here is None else upstream * here)
-    return rule.backward(grad, logits).to(dtype)
+    grad = rule.backward(grad, logits)
+    of_label = rule.backward(upstream if here is None else upstream * here, _at(logits, own)) + _at(grad, own)
+    products.copy_(grad)  # compiled code never holds `grad`
+    products.scatter_(1, own, of_label.to(products.dtype))
 
 
-def _whole_gradient(hidden, weight, own, upstream, of_entropy, rule: LogitRule):
+def _at(values: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values.gather(1, own)
+
+
+def _whole_gradient(products, wide, own, upstream, of_entropy, rule: LogitRule) -> Statistics:
     """Both, where the vocabulary is not split: one function to compile."""
     keep = of_entropy is not None or rule.cap is not None
-    powers, logits, found = _statistics(hidden, weight, own, None, rule, keep, of_entropy is not None)
-    grad = _gradient(powers, logits, own, None, found, found, upstream, of_entropy, rule, hidden.dtype)
-    return grad, found
+    powers, logits, found = _statistics(products, wide, own, None, rule, keep, of_entropy is not None)
+    _gradient(products, powers, logits, own, None, found, found, upstream, of_entropy, rule)
+    return found
 
 
 @cache
@@ -143,31 +175,39 @@ class Chunk:
     shard: VocabularyShard | None = None
     backend: str | None = None
 
-    def forward(self, hidden, weight, labels, with_entropy: bool) -> Statistics:
+    def workspace(self, n: int, hidden: torch.Tensor, weight: torch.Tensor) -> Workspace:
+        """For chunks of n tokens at most. Compiled code widens numbers on the way."""
+        return Workspace(n, hidden, weight, needs_wide=self.backend is None)
+
+    def forward(self, hidden, weight, labels, with_entropy: bool, space: Workspace) -> Statistics:
         """Of hidden [n, dim] under weight [rows, dim]; labels [n], none of them ignored."""
         own, here = self._own(labels, weight)
-        _, _, found = self._maybe_compiled(_statistics)(hidden, weight, own, here, self.rule, False, with_entropy)
+        products, wide = space.multiply(hidden, weight)
+        _, _, found = self._maybe_compiled(_statistics)(products, wide, own, here, self.rule, False, with_entropy)
         return self.shard.merge(found) if self.shard else found
 
-    def gradient(self, hidden, weight, labels, upstream, of_entropy) -> tuple[torch.Tensor, Statistics]:
-        """Gradient of the products [n, rows] in hidden's dtype, and the statistics.
+    def gradient(
+        self, hidden, weight, labels, upstream, of_entropy, space: Workspace
+    ) -> tuple[torch.Tensor, Statistics]:
+        """Gradient of the products [n, rows] in hidden's dtype, until `space` is used again, and the statistics.
 
         upstream and of_entropy [n]: gradients of the log-probabilities (None: all ones) and of the entropies (or None).
         """
         own, here = self._own(labels, weight)
+        products, wide = space.multiply(hidden, weight)
         upstream, of_entropy = (None if x is None else x[:, None] for x in (upstream, of_entropy))
         if self.shard is None:
-            return self._maybe_compiled(_whole_gradient)(hidden, weight, own, upstream, of_entropy, self.rule)
+            return products, self._maybe_compiled(_whole_gradient)(products, wide, own, upstream, of_entropy, self.rule)
         with_entropy = of_entropy is not None
         keep = with_entropy or self.rule.cap is not None
         powers, logits, mine = self._maybe_compiled(_statistics)(
-            hidden, weight, own, here, self.rule, keep, with_entropy
+            products, wide, own, here, self.rule, keep, with_entropy
         )
         whole = self.shard.merge(mine)
-        grad = self._maybe_compiled(_gradient)(
-            powers, logits, own, here, mine, whole, upstream, of_entropy, self.rule, hidden.dtype
+        self._maybe_compiled(_gradient)(
+            products, powers, logits, own, here, mine, whole, upstream, of_entropy, self.rule
         )
-        return grad, whole
+        return products, whole
 
     def _own(self, labels, weight):
         return (labels[:, None], None) if self.shard is None else self.shard.own(labels[:, None], weight.shape[0])

@@ -95,7 +95,8 @@ def shard_model(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # one rank would divide by one, a pass over all gradients
+                module.set_gradient_divide_factor(1.0)
     _prefetch_neighbours(list(model.layers.values()))
 
 
