@@ -5,6 +5,7 @@ import pytest
 
 from titanlike.errors import ConfigError
 from titanlike.launch.options import count_gpus, read_options
+from titanlike.train import wait_shortly
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -69,3 +70,9 @@ def test_gpus_by_the_drivers_tool(tmp_path, monkeypatch):
     assert count_gpus({}) == 2
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not talk to the driver'\nexit 9\n")
     assert count_gpus({}) == 0
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_how_threads_wait_is_the_users_choice(name):
+    assert wait_shortly({"PATH": "/bin"}) == {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000"}
+    assert wait_shortly({name: "1"}) == {}
