@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,8 +91,9 @@ def test_lists_of_tables_as_a_literal():
 
 
 def test_lists_of_lists():
-    config = load_config(["--parallelism.module_fqns_per_model_part", '[["a"], ["b", "c"]]'])
-    assert config.parallelism.module_fqns_per_model_part == [["a"], ["b", "c"]]
+    parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
+    argv = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.module_fqns_per_model_part", json.dumps(parts)]
+    assert load_config(argv).parallelism.module_fqns_per_model_part == parts
 
 
 def test_tables_in_tables():

@@ -67,6 +67,16 @@ REFUSED = {
         [["'layers.0' comes after 'layers.1'"], ["'layers.1' is there twice"]],
     ),
     "no schedule of that name": (2, degrees("1F2B", pp=2), [["pipeline_parallel_schedule = '1F2B'", "1F1B"]]),
+    "a table for a schedule that has none": (
+        2,
+        {"parallelism": {**layout(pp=2), "pipeline_parallel_schedule_csv": "/none.csv"}},
+        [["schedule_csv = '/none.csv'", "PipelineScheduleMulti", "'1F1B'"]],
+    ),
+    "stages without a pipeline": (
+        2,
+        {"parallelism": {**layout(tp=2), "module_fqns_per_model_part": [["a"]]}},
+        [["module_fqns_per_model_part = [['a']]", "pipeline_parallel_degree = 1"]],
+    ),
     "a length for context ranks": (
         2,
         {"training": {"seq_len": 11}} | degrees(cp=2),

@@ -22,6 +22,7 @@ ASYNC = "parallelism.enable_async_tensor_parallel"
 # Before, torch can't begin a backward at an operator of one's own, and may count a weight's gradient twice.
 HALVES_SINCE = (2, 13)
 # Before, torch has a rank send to itself where it holds two stages that follow each other.
+PARTS = "parallelism.module_fqns_per_model_part"
 NEIGHBOURS_SINCE = (2, 12)
 _KEY = re.compile(r"(parallelism|training|model|compile)\.[a-z_0-9.]+\w")
 
@@ -108,7 +109,17 @@ def pipeline(config: Config, spec: DecoderSpec | None, world: int | None) -> Ite
     if name.lower() not in {known.lower() for known in SCHEDULES}:
         yield not_among(key, name, list(SCHEDULES))
         return
+    path = config.parallelism.pipeline_parallel_schedule_csv
+    tables = [known for known in SCHEDULES if schedule_named(known).placement == "table"]
+    if path and schedule_named(name).placement != "table":
+        yield Problem(
+            (TABLE, key), f"{TABLE} = {path!r}: is read with {key} = {' or '.join(tables)} only, not {name!r}"
+        )
     degree = known_degree(config, world, "pipeline")
+    parts = config.parallelism.module_fqns_per_model_part
+    if degree == 1 and parts:
+        text = f"{PARTS} = {parts}: splits a pipeline, and parallelism.pipeline_parallel_degree = 1 makes none"
+        yield Problem((PARTS,), text)
     if degree is None or degree <= 1 or spec is None:
         return
     halves = schedule_named(name).splits_backward
