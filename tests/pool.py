@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -35,10 +36,15 @@ class Pool:
         self._ends: list[Any] = []
         self._processes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._jobs = itertools.count()
+
+    def _path(self, name: str) -> str:
+        """In a folder that lives as long as the ranks: a store without its folder holds up who lets go of it."""
+        self._folder = self._folder or tempfile.TemporaryDirectory()
+        return os.path.join(self._folder.name, name)
 
     def _stacks(self, rank: int) -> str:
-        self._folder = self._folder or tempfile.TemporaryDirectory()
-        return os.path.join(self._folder.name, f"{rank}.stacks")
+        return self._path(f"{rank}.stacks")
 
     def _grow(self, size: int) -> None:
         for rank in range(len(self._ends), size):
@@ -52,16 +58,15 @@ class Pool:
     def run(self, job: str, *, world: int, group: bool = True, timeout: float = 300, **arguments: Any) -> list[Any]:
         """Runs the job on ranks 0 … world-1; returns their results in order, or raises the first rank's failure."""
         self._grow(world)
-        port = _free_port()
-        with tempfile.TemporaryDirectory() as folder:
-            for end in self._ends[:world]:
-                end.send((job, world, os.path.join(folder, "store") if group else None, port, arguments))
-            try:
-                answers = self._collect(world, timeout)
-            except BaseException:  # a test's own timeout: the next job must not read this one's answers
-                self._show_stacks(world)
-                self.close()
-                raise
+        port, store = _free_port(), self._path(f"{next(self._jobs)}.store")
+        for end in self._ends[:world]:
+            end.send((job, world, store if group else None, port, arguments))
+        try:
+            answers = self._collect(world, timeout)
+        except BaseException:  # a test's own timeout: the next job must not read this one's answers
+            self._show_stacks(world)
+            self.close()
+            raise
         failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in answers.items() if not fine]
         if missing := [rank for rank in range(world) if rank not in answers]:
             self._show_stacks(world)
