@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlike import device as devices
@@ -64,6 +65,13 @@ def take(batch: Batch, first: int, count: int) -> Batch:
         sequences=batch.sequences[part],
         offsets=document_offsets(documents),
     )
+
+
+def is_sharded(rank: int, world: int, *, config: dict[str, Any]) -> bool:
+    """Whether full sharding gathers the model's weights."""
+    settings = Config.model_validate(config)
+    model = build_model(settings, build_mesh(batch_layout(settings, world), "cpu"))
+    return any(isinstance(module, FSDPModule) for _, module in model.named_modules())
 
 
 def train(rank: int, world: int, *, config: dict[str, Any], steps: int, masks: str = "even") -> dict[str, Any]:

@@ -117,3 +117,17 @@ def test_first_loss_is_ln_vocabulary(pool, world):
     result = pool.run("tests.parity.jobs:train", world=world, config=config(), steps=1)[0]
     assert result["losses"][0] == pytest.approx(torch.tensor(323.0).log().item(), rel=0.05)
     assert result["trained_tokens"] == jobs.ROWS * 24
+
+
+@pytest.mark.parametrize(
+    ("world", "sections", "expected"),
+    [
+        (1, {}, False),
+        (1, {"training": {"mixed_precision_param": "bfloat16"}}, True),
+        (1, {"training": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}}, True),  # reduced in float32
+        (2, {}, True),
+    ],
+)
+def test_a_lone_process_in_one_type_has_nothing_to_gather(pool, world, sections, expected):
+    answers = pool.run("tests.parity.jobs:is_sharded", world=world, config=config(**sections))
+    assert answers == [expected] * world

@@ -20,7 +20,7 @@ from titanlike.converters.low_precision import LowPrecision, low_precision
 from titanlike.models.decoder import Decoder
 from titanlike.models.spec import Part, decoder_spec
 from titanlike.parallel.context import apply_context
-from titanlike.parallel.fully_shard import DTYPES, shard_model
+from titanlike.parallel.fully_shard import DTYPES, has_shards, shard_model
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.model import DistributedModel
 from titanlike.parallel.stages import plan_stages
@@ -73,7 +73,8 @@ def _build_part(config: Config, mesh: Mesh, part: Part | None, precision: LowPre
     apply_compile(model, config)
     if precision:
         precision.method.check_shards(model, mesh.shards["shard"].size())
-    shard_model(model, mesh.shards, config)
+    if has_shards(config, mesh.degrees.world):
+        shard_model(model, mesh.shards, config)
     if config.model.print_after_conversion:
         logger.info("%s", model)
     return model

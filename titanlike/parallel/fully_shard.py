@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP2) over replicate × shard.
 
 Gradients are summed, never averaged: the loss of each rank is already divided by the weight of the whole global batch.
-Plain replication is the same with one shard; so is a single process, which keeps one path for every world size.
+Plain replication is the same with one shard; so is a single process, unless it would have nothing to do.
 """
 
 from __future__ import annotations
@@ -71,6 +71,17 @@ def reshards(config: Config) -> bool:
     """
     policy = config.parallelism.fsdp_reshard_after_forward
     return policy == "always" or (policy == "default" and config.parallelism.pipeline_parallel_degree == 1)
+
+
+def has_shards(config: Config, world: int) -> bool:
+    """Whether weights are spread over ranks, or change their type or place between the update and their use.
+
+    A single process in one type needs none of it, and copying between weights and its one shard of each took an eighth
+    of a step.
+    """
+    training = config.training
+    one_type = training.dtype == training.mixed_precision_param == training.mixed_precision_reduce
+    return world > 1 or not one_type or training.enable_cpu_offload or bool(config.model.converters)
 
 
 def shard_model(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
