@@ -40,7 +40,9 @@ from titanlike.launch.faults import fault
 from titanlike.launch.signals import StopFlag
 from titanlike.launch.status import progress
 from titanlike.models import kernels
+from titanlike.models.hub.reading import configured_source
 from titanlike.models.initial import initial_values
+from titanlike.models.spec import title
 from titanlike.objectives.base import Objective, objectives
 from titanlike.observe.flops import flops_per_token
 from titanlike.observe.memory import MemoryParts, peak_memory
@@ -139,7 +141,10 @@ class Trainer:
         self.folder = Path(config.job.dump_folder)
         # Tokenizer and text first: what is wrong with them is said before any process group or model exists.
         tokenizer = load_tokenizer(
-            config.model.hf_assets_path, bos_token=config.data.bos_token, eos_token=config.data.eos_token
+            config.model.hf_assets_path,
+            revision=config.model.hf_revision,
+            bos_token=config.data.bos_token,
+            eos_token=config.data.eos_token,
         )
         # A run that goes on at another world keeps its batch and may have to fill it up; the loader refuses that at a
         # fresh start.
@@ -192,9 +197,14 @@ class Trainer:
         """Weights, optimizer state, counters and data position: from a checkpoint, or those of a new run."""
         settings = self.config.checkpoint
         excluded = set(settings.exclude_from_loading)
-        fresh = initial_values(self.model, self.config.debug.seed)
         weights_come = "model" not in excluded and (found or settings.initial_load_path)
-        self.model.materialise(self.device, None if weights_come else fresh)
+        if settings.initial_load_in_hf and not found:
+            source = configured_source(self.config)
+        elif weights_come:
+            source = None
+        else:
+            source = initial_values(self.model, self.config.debug.seed)
+        self.model.materialise(self.device, source)
         self.optimizer = build_optimizer(self.model, self.config)
         self.update = build_update(self.config, self.model, self.optimizer, self.checkpoints.before_update)
         if found:
@@ -206,7 +216,7 @@ class Trainer:
                 self.update.load(found.state.get("update", {}))
             if "dataloader" not in excluded:
                 self.data.loader.load(found.state["data"], allow_changed=self.config.data.allow_changed)
-        elif settings.initial_load_path:
+        elif settings.initial_load_path and not settings.initial_load_in_hf:
             path = settings.initial_load_path
             left = {"optimizer"} if settings.initial_load_model_only else set()
             self._fill(path, left, lambda tensors: self.checkpoints.load_foreign(path, tensors))
@@ -249,7 +259,7 @@ class Trainer:
         metrics.banner(
             {
                 "run": config.job.description,
-                "model": f"{config.model.name} {config.model.flavor}, {self.model.spec.parameters():,} parameters",
+                "model": f"{title(config)}, {self.model.spec.parameters():,} parameters",
                 "device": f"{dist.get_world_size()} × {devices.device_name(self.device)}",
                 "layout": str(layout.degrees),
                 "batch": f"{layout.global_batch} sequences of {config.training.seq_len} tokens, "
@@ -375,7 +385,8 @@ class Trainer:
             counts = {"tokens": self.counters.tokens, "trained_tokens": self.counters.trained_tokens}
             memory = peak_memory(self.device.type)
             memory = worst({**memory, **self.memory.figures(memory)})
-            self.metrics.log(step, {**row, **counts, **memory, "epoch": batch.epoch})
+            routing = self.model.routing.figures() if self.model.spec.experts else {}
+            self.metrics.log(step, {**row, **counts, **routing, **memory, "epoch": batch.epoch})
             self.memory.say(memory)
             self._warn_of_bad_numbers(step, row)
 
@@ -440,8 +451,8 @@ class Trainer:
         """The last save and, if asked for, the export of the weights alone; then everything is closed."""
         if self.counters.step:
             self._save(final=True)
-        if outcome != "stopped" and self.config.checkpoint.last_save_model_only:
-            self._export_weights()
+        if outcome != "stopped":
+            self._export()
         self.checkpoints.close()
         self.data.close()
         if self.consumed is not None:
@@ -450,9 +461,14 @@ class Trainer:
         self.metrics.close()
         logger.info("%s at step %d", {"data_ended": "the data has ended"}.get(outcome, outcome), self.counters.step)
 
-    def _export_weights(self) -> None:
-        dtype = DTYPES[self.config.checkpoint.export_dtype]
-        exports = CheckpointManager(self.config.checkpoint, self.folder / "exports", config_text=dump_toml(self.config))
-        weights = {name: tensor.to(dtype) for name, tensor in self.model.tensors().items()}
-        exports.save(self.counters.step, weights, {"counters": asdict(self.counters)}, final=True)
-        exports.close()
+    def _export(self) -> None:
+        """What is asked for beside the checkpoints, under exports/."""
+        settings, exports, step = self.config.checkpoint, self.folder / "exports", self.counters.step
+        dtype = DTYPES[settings.export_dtype]
+        if settings.last_save_model_only:
+            kept = CheckpointManager(settings, exports, config_text=dump_toml(self.config))
+            weights = {name: tensor.to(dtype) for name, tensor in self.model.tensors().items()}
+            kept.save(step, weights, {"counters": asdict(self.counters)}, final=True)
+            kept.close()
+        if settings.last_save_in_hf:
+            self.checkpoints.export(step, exports / f"hf-step-{step}", self.config, dtype)

@@ -17,12 +17,14 @@ from titanlike.config.derive import batch_layout
 from titanlike.data.batch import IGNORE, Batch, document_offsets
 from titanlike.models.decoder import Decoder
 from titanlike.models.initial import initial_values, materialise
+from titanlike.models.moe import MoE
 from titanlike.models.spec import decoder_spec
 from titanlike.objectives.next_token import NextToken
 from titanlike.optim.optimizers import build_optimizer
 from titanlike.optim.schedule import Schedule
 from titanlike.optim.update import build_update
 from titanlike.parallel.build import build_model
+from titanlike.parallel.expert import move_bias
 from titanlike.parallel.mesh import build_mesh
 from titanlike.trainer import add_up, loss_and_gradients, mean_loss
 
@@ -146,6 +148,9 @@ def plain(
         model = Decoder(spec, seq_len=settings.training.seq_len, kernel="math", loss="logits")
     if change:
         change(model)
+    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+    for mixture in mixtures:
+        mixture.balance.share = 1 / ROWS
     materialise(model, "cpu", initial_values(model, 0))
     initial = gathered(model, lambda p: p)
     optimizer = build_optimizer(model, settings)
@@ -163,6 +168,9 @@ def plain(
             group["lr"] = group["peak_lr"] * Schedule.of(settings).factor(step)
         optimizer.step()
         optimizer.zero_grad()
+        for mixture in mixtures:
+            move_bias(mixture, mixture.balance.counts)
+            mixture.balance.reset()
         losses.append(loss.item())
     weights = gathered(model, lambda p: p)
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "initial": initial}

@@ -26,9 +26,11 @@ from torch.distributed.checkpoint import CheckpointException
 
 import titanlike
 from titanlike.checkpoint import agree, folders, loading, retention, storage
+from titanlike.checkpoint.hub import export_checkpoint
 from titanlike.checkpoint.loading import Found
 from titanlike.checkpoint.manifest import FileRecord, Manifest, counters_of
 from titanlike.checkpoint.staging import Staging
+from titanlike.config import Config
 
 logger = logging.getLogger("titanlike")
 
@@ -204,3 +206,8 @@ class CheckpointManager:
     def load_foreign(self, path: Path | str, tensors: Mapping[str, torch.Tensor], exclude: Sequence[str] = ()) -> None:
         """Fill `tensors` from a DCP folder of another program; see `loading.load_foreign`."""
         loading.load_foreign(Path(path), tensors, exclude, self._group)
+
+    def export(self, step: int, folder: Path, config: Config, dtype: torch.dtype) -> None:
+        """Write the model of a step that was saved in the Hub's form; see `hub.export_checkpoint`."""
+        self.wait()
+        export_checkpoint(folders.step_folder(self.folder, step), folder, config, dtype=dtype, group=self._group)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from titanlike.checkpoint.loading import CONFIG
 from titanlike.config import Config, load_config
 from titanlike.errors import CheckpointError, ConfigError
-from titanlike.models.spec import decoder_spec
-
-# What changes neither shapes nor meaning of the weights.
-_FREE = {"max_seq_len", "dropout"}
+from titanlike.models.spec import decoder_spec, differences
 
 
 def check_origin(path: Path, config: Config, excluded: set[str]) -> None:
@@ -25,13 +21,7 @@ def check_origin(path: Path, config: Config, excluded: set[str]) -> None:
         theirs, ours = decoder_spec(saved), decoder_spec(config)
     except ConfigError:
         return
-    changes = []
-    if "model" not in excluded:
-        changes += [
-            f"{field.name} was {getattr(theirs, field.name)}, is {getattr(ours, field.name)}"
-            for field in dataclasses.fields(ours)
-            if field.name not in _FREE and getattr(theirs, field.name) != getattr(ours, field.name)
-        ]
+    changes = [] if "model" in excluded else differences(theirs, ours)
     if changes:
         raise CheckpointError(
             f"{path} is of another model: {'; '.join(changes)}. Put model.flavor and model.overrides back as they "

@@ -89,16 +89,6 @@ def decoder(config: Config) -> Iterator[Problem]:
             )
 
 
-def experts(config: Config) -> Iterator[Problem]:
-    """An expert is split like everything else, or not at all."""
-    section = config.parallelism
-    degree = section.expert_tensor_parallel_degree
-    if degree not in (1, section.tensor_parallel_degree):
-        key = "parallelism.expert_tensor_parallel_degree"
-        text = f"{key} = {degree}: must be 1 or parallelism.tensor_parallel_degree = {section.tensor_parallel_degree}"
-        yield Problem((key,), text)
-
-
 def data(config: Config) -> Iterator[Problem]:
     """Data sets by name exist; held-out text is there when it is asked for; loader options go together."""
     if not config.data.path and not config.data.sources:
@@ -264,7 +254,6 @@ def profiler(config: Config) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     decoder,
-    experts,
     data,
     recipe,
     optimizer,

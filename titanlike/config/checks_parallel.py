@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from titanlike.models.spec import DecoderSpec
 
 TENSOR, CONTEXT = DEGREES["tensor"], DEGREES["context"]
+EXPERT, EXPERT_TENSOR = "parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree"
 METHOD = "parallelism.context_parallel_rotate_method"
 BALANCER = "parallelism.context_parallel_load_balancer"
 ASYNC = "parallelism.enable_async_tensor_parallel"
@@ -39,6 +40,8 @@ def split(config: Config, world: int | None) -> Iterator[Problem]:
         spec = None
     if spec:
         yield from heads(config, spec, world)
+        yield from attention(config, spec, world)
+    yield from experts(config, spec, world)
     yield from pipeline(config, spec, world)
 
 
@@ -58,6 +61,8 @@ def heads(config: Config, spec: DecoderSpec, world: int | None) -> Iterator[Prob
 
 
 def _tensor_problems(tensor: int, spec: DecoderSpec) -> Iterator[str]:
+    if spec.experts and spec.experts.ffn_dim < tensor:
+        yield f"is more than the {spec.experts.ffn_dim} hidden elements of an expert"
     if spec.n_heads % tensor:
         yield f"must divide the model's {spec.n_heads} query heads"
     # Fewer key/value heads than ranks are replicated.
@@ -65,6 +70,58 @@ def _tensor_problems(tensor: int, spec: DecoderSpec) -> Iterator[str]:
         yield f"must divide the model's {spec.n_kv_heads} key/value heads, or be a multiple of them"
     if (tensor - 1) * -(-spec.vocab_size // tensor) >= spec.vocab_size:
         yield f"leaves ranks without any of the vocabulary's {spec.vocab_size} rows"
+
+
+def attention(config: Config, spec: DecoderSpec, world: int | None) -> Iterator[Problem]:
+    """Over ranks, windows and soft caps are for the method that gives each rank whole rows."""
+    context, method = known_degree(config, world, "context") or 1, config.parallelism.context_parallel_rotate_method
+    if context == 1 or method == "ulysses":
+        return
+    lengths = [config.training.seq_len, config.validation.seq_len or 0]
+    for what in (
+        f"a window of {spec.window} tokens" if spec.window and spec.windowed_layers and max(lengths) > spec.window else "",
+        f"a soft cap of {spec.attention_softcap} on scores" if spec.attention_softcap else "",
+    ):
+        if what:
+            text = f"{METHOD} = {method!r}: the model's attention has {what}, which only \"ulysses\" spreads over ranks"
+            yield Problem((METHOD, CONTEXT, "model.flavor"), text)
+
+
+def experts(config: Config, spec: DecoderSpec | None, world: int | None) -> Iterator[Problem]:
+    """Whole experts to each rank of a group that is made of the axes inside the pipeline and the replicas."""
+    section = config.parallelism
+    degree, split = section.expert_parallel_degree, section.expert_tensor_parallel_degree
+    tensor = known_degree(config, world, "tensor") or 1
+    if split not in (1, section.tensor_parallel_degree):
+        text = f"{EXPERT_TENSOR} = {split}: must be 1 or {TENSOR} = {section.tensor_parallel_degree}"
+        yield Problem((EXPERT_TENSOR,), text)
+        return
+    if degree == 1 or spec is None:
+        return
+    if spec.experts is None:
+        yield Problem((EXPERT, "model.flavor"), f"{EXPERT} = {degree}: the model has no experts")
+        return
+    if spec.experts.n_experts % degree:
+        text = f"{EXPERT} = {degree}: must divide the model's {spec.experts.n_experts} experts"
+        yield Problem((EXPERT, "model.flavor"), text)
+    if tensor > 1 and split == 1:
+        if degree % tensor:
+            text = (
+                f"{EXPERT} = {degree}: must be a multiple of {TENSOR} = {tensor}, whose ranks it is taken from first; "
+                f"{EXPERT_TENSOR} = {tensor} splits each expert over them instead"
+            )
+            yield Problem((EXPERT, TENSOR, EXPERT_TENSOR), text)
+        if not section.enable_sequence_parallel:
+            key = "parallelism.enable_sequence_parallel"
+            text = f"{EXPERT} = {degree}: over tensor ranks it needs {key} = true, or {EXPERT_TENSOR} = {tensor}"
+            yield Problem((EXPERT, key, EXPERT_TENSOR), text)
+    if world and not degree_problem(config, world):
+        made = degrees(config, world)
+        there = made.shard * made.context * (made.tensor if split == 1 else 1)
+        if there % degree:
+            axes = "shard, context and tensor" if split == 1 else "shard and context"
+            text = f"{EXPERT} = {degree}: must divide the {there} ranks of the {axes} axes, which it is taken from"
+            yield Problem((EXPERT, *DEGREES.values()), text)
 
 
 def sequences(config: Config, world: int | None) -> Iterator[Problem]:

@@ -74,6 +74,10 @@ class BatchLayout:
     """Sequences of an optimizer step."""
     accumulation: int
     """Microbatches of an optimizer step, the same on every rank."""
+    experts: int = 1
+    """Ranks that experts are spread over."""
+    experts_split: bool = False
+    """Whether each of them is split over the tensor axis, too."""
 
     @property
     def dp_degree(self) -> int:
@@ -151,4 +155,6 @@ def batch_layout(config: Config, world: int, *, allow_filler: bool = False) -> B
         degrees=mesh,
         global_batch=total,
         accumulation=-(-total // step),
+        experts=config.parallelism.expert_parallel_degree,
+        experts_split=mesh.tensor > 1 and config.parallelism.expert_tensor_parallel_degree > 1,
     )

@@ -36,13 +36,11 @@ BUILT: dict[str, tuple[object, ...]] = {
     "model.converters": ("quantize.linear.float8", "quantize.linear.mx"),
     # The learning rate is a function of the step: it has no state that could be left out.
     "checkpoint.exclude_from_loading": ("model", "optimizer", "dataloader", "train_state"),
-    "parallelism.expert_parallel_degree": (1,),
-    "parallelism.expert_tensor_parallel_degree": (1,),
+    "parallelism.expert_parallel_comm_backend": ("standard",),
 }
 
 # Keys of which the default alone is built.
 DEFAULT_ONLY = (
-    "model.hf_revision",
     "model.freeze",
     "loss.z_loss",
     "data.sources",
@@ -50,9 +48,6 @@ DEFAULT_ONLY = (
     "data.stream",
     "checkpoint.keep_every_n",
     "checkpoint.keep_best_metric",
-    "checkpoint.initial_load_in_hf",
-    "checkpoint.initial_load_in_hf_quantized",
-    "checkpoint.last_save_in_hf",
     "checkpoint.create_seed_checkpoint",
     "checkpoint.fast_folder",
     "checkpoint.fast_interval",

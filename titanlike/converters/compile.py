@@ -49,7 +49,8 @@ def apply_compile(model: Decoder, config: Config) -> None:
     if "model" in settings.components:
         model.register_forward_pre_hook(_any_number_of_documents, with_kwargs=True)
         for block in model.layers.values():
-            block.compile(backend=settings.backend, fullgraph=True)
+            # How many tokens go to an expert, and to another rank, is known on the host only: routing stays outside.
+            block.compile(backend=settings.backend, fullgraph=block.moe is None)
     if "loss" in settings.components and model.part.last:
         model.output.compile_loss(settings.backend)
 

@@ -137,7 +137,12 @@ def _options(argv: list[str], **numbers: int) -> tuple[argparse.Namespace, list[
 def _open(argv: list[str]) -> _Opened:
     config = load_config(argv)
     data = config.data
-    tokenizer = load_tokenizer(config.model.hf_assets_path, bos_token=data.bos_token, eos_token=data.eos_token)
+    tokenizer = load_tokenizer(
+        config.model.hf_assets_path,
+        revision=config.model.hf_revision,
+        bos_token=data.bos_token,
+        eos_token=data.eos_token,
+    )
     store = open_or_build(data, tokenizer)
     written = config.training.global_batch_size
     plan = build_plan(config, store, written if written > 0 else config.training.local_batch_size)

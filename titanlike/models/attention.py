@@ -1,142 +1,20 @@
-"""Causal attention over documents, and the attention module of the decoder.
-
-One operator for every device and every path: (q, k, v, document offsets) → (out, log-sum-exp). It is registered with
-torch, so that a compiled block stays one graph and selective checkpointing can name it. On CPU it loops over documents
-with the fused kernel; on a GPU it is one call of the variable-length kernel. Without offsets each row is one document.
-"""
+"""The attention modules of the decoder: grouped-query and latent (names as TorchTitan's)."""
 
 from __future__ import annotations
 
-import itertools
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import register_flop_formula
 
-from titanlike.models import kernels
+from titanlike.models.document_attention import attend
 from titanlike.models.linear import Linear
+from titanlike.models.norm import InnerNorm
 from titanlike.models.rope import rotate
 from titanlike.models.spec import DecoderSpec
 
-
-def _spans(offsets: torch.Tensor) -> list[tuple[int, int]]:
-    bounds = offsets.tolist()
-    return [(a, b) for a, b in itertools.pairwise(bounds) if b > a]
-
-
-def _device_spans(q: torch.Tensor, offsets: torch.Tensor | None) -> kernels.Spans:
-    """What the variable-length kernel wants to know of documents, or of whole rows."""
-    rows, length = q.shape[:2]
-    if offsets is None:
-        return kernels.Spans(torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=q.device), length)
-    return kernels.Spans(offsets, int(offsets.diff().max()))
-
-
-@torch.library.custom_op("titanlike::document_attention", mutates_args=())
-def document_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, scale: float, kernel: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention inside each document.
-
-    q [B, S, H, D]; k, v [B, S, K, D]; offsets int32 [n + 1] over the B*S flattened tokens (row starts are among them),
-    or None if every row is one document; kernel as `model.attention`. Returns out [B, S, H, D], lse float32 [B, H, S].
-    """
-    if kernel in ("auto", "varlen") and kernels.varlen_works(q.device, q.dtype):
-        spans = _device_spans(q, offsets)
-        out, lse = kernels.varlen_forward(*(t.flatten(0, 1) for t in (q, k, v)), spans, spans, scale, True)
-        return out.view_as(q), lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1).contiguous()
-    rows = kernels.row_kernel(kernel, q.device)
-    if offsets is None:
-        out, lse = rows.forward(q, k, v, scale, True)
-        return out.contiguous(), lse.contiguous()
-    out, lse = _empty_outputs(q)
-    flat_q, flat_k, flat_v, flat_out = (t.flatten(0, 1)[None] for t in (q, k, v, out))
-    for a, b in _spans(offsets):
-        part, part_lse = rows.forward(flat_q[:, a:b], flat_k[:, a:b], flat_v[:, a:b], scale, True)
-        flat_out[:, a:b] = part
-        row, first = divmod(a, q.shape[1])
-        lse[row, :, first : first + b - a] = part_lse[0]
-    return out, lse
-
-
-def _empty_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, length, heads, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty((rows, heads, length), dtype=torch.float32)
-
-
-@document_attention.register_fake
-def _(q, k, v, offsets, scale, kernel):
-    return _empty_outputs(q)
-
-
-@register_flop_formula([torch.ops.titanlike.document_attention])
-def _flops(q: torch.Size, k: torch.Size, *others, **kwargs) -> int:
-    """Two products over the whole square, as torch counts its own; by this the compiler weighs recomputation."""
-    rows, length, heads, size = q
-    return 4 * rows * heads * size * length * k[1]
-
-
-@torch.library.custom_op("titanlike::document_attention_backward", mutates_args=())
-def document_attention_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    offsets: torch.Tensor | None,
-    scale: float,
-    kernel: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v from that of `document_attention`'s output."""
-    if kernel in ("auto", "varlen") and kernels.varlen_works(q.device, q.dtype):
-        spans = _device_spans(q, offsets)
-        flat = [t.flatten(0, 1) for t in (grad, q, k, v, out)]
-        flat_lse = lse.transpose(0, 1).reshape(q.shape[2], -1)
-        grads = kernels.varlen_backward(*flat, flat_lse, spans, spans, scale, True)
-        return tuple(g.view_as(t) for g, t in zip(grads, (q, k, v), strict=True))
-    rows = kernels.row_kernel(kernel, q.device)
-    if offsets is None:
-        return tuple(g.contiguous() for g in rows.backward(grad, q, k, v, out, lse, scale, True))
-    grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    flat = [t.flatten(0, 1)[None] for t in (grad, q, k, v, out)]
-    flat_grads = [t.flatten(0, 1)[None] for t in grads]
-    for a, b in _spans(offsets):
-        row, first = divmod(a, q.shape[1])
-        part_lse = lse[row : row + 1, :, first : first + b - a].contiguous()
-        parts = rows.backward(*(t[:, a:b] for t in flat), part_lse, scale, True)
-        for whole, part in zip(flat_grads, parts, strict=True):
-            whole[:, a:b] = part
-    return grads
-
-
-@document_attention_backward.register_fake
-def _(grad, q, k, v, out, lse, offsets, scale, kernel):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-
-
-def _save(ctx, inputs, output):
-    q, k, v, offsets, ctx.scale, ctx.kernel = inputs
-    ctx.save_for_backward(q, k, v, *output, offsets)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx, grad, _):
-    q, k, v, out, lse, offsets = ctx.saved_tensors
-    grads = torch.ops.titanlike.document_attention_backward(grad, q, k, v, out, lse, offsets, ctx.scale, ctx.kernel)
-    return *grads, None, None, None
-
-
-document_attention.register_autograd(_backward, setup_context=_save)
-
-
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, scale: float, kernel: str
-) -> torch.Tensor:
-    """`document_attention`'s output alone. Context parallelism puts its own in this one's place."""
-    return document_attention(q, k, v, offsets, scale, kernel)[0]
+Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVCache:
@@ -154,52 +32,139 @@ class KVCache:
         self.v[rows, positions] = v.to(self.v.dtype)
 
 
-class Attention(nn.Module):
-    """Grouped-query causal attention with rotary positions (names as TorchTitan's Llama)."""
+class _Attending(nn.Module):
+    """What kinds of attention share: the operator, with what it is told of scores."""
 
-    tensor_styles: ClassVar = {"wq": "colwise", "wk": "kv_colwise", "wv": "kv_colwise", "wo": "rowwise"}
-
-    def __init__(self, spec: DecoderSpec, layer: int, kernel: str = "auto"):
+    def __init__(self, spec: DecoderSpec, layer: int, kernel: str):
         super().__init__()
         self.head_dim = spec.head_dim
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         self.kernel = kernel
+        self.window = spec.window_of(layer)
+        self.softcap = spec.attention_softcap or 0.0
         self.attend = attend
-        self.wq = Linear(spec.dim, spec.n_heads * spec.head_dim, bias=False)
-        self.wk = Linear(spec.dim, spec.n_kv_heads * spec.head_dim, bias=False)
-        self.wv = Linear(spec.dim, spec.n_kv_heads * spec.head_dim, bias=False)
-        self.wo = Linear(spec.n_heads * spec.head_dim, spec.dim, bias=False)
+
+    def heads(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        offsets: torch.Tensor | None,
+        cache: KVCache | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the heads make of q [B, S, H, D], k and v [B, S, K, D]: [B, S, H, D]."""
+        if cache is None:
+            return self.attend(q, k, v, offsets, self.scale, self.kernel, self.window, self.softcap)
+        assert positions is not None
+        cache.append(k, v, positions)
+        return _cached_attention(q, cache, positions, self.scale, self.window, self.softcap)
+
+
+class Attention(_Attending):
+    """Grouped-query causal attention with rotary positions."""
+
+    tensor_styles: ClassVar = {
+        "wq": "colwise",
+        "wk": "kv_colwise",
+        "wv": "kv_colwise",
+        "wo": "rowwise",
+        "q_norm": "shared",
+        "k_norm": "shared",
+    }
+
+    def __init__(self, spec: DecoderSpec, layer: int, kernel: str = "auto"):
+        super().__init__(spec, layer, kernel)
+        size = spec.head_dim
+        self.wq = Linear(spec.dim, spec.n_heads * size, bias=spec.qkv_bias)
+        self.wk = Linear(spec.dim, spec.n_kv_heads * size, bias=spec.qkv_bias)
+        self.wv = Linear(spec.dim, spec.n_kv_heads * size, bias=spec.qkv_bias)
+        self.wo = Linear(spec.n_heads * size, spec.dim, bias=spec.out_bias)
+        self.q_norm = InnerNorm(size, spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
+        self.k_norm = InnerNorm(size, spec.norm_eps, spec.norm_offset) if spec.qk_norm else None
 
     def forward(
         self,
         x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
+        rope: Rope,
         offsets: torch.Tensor | None = None,
         cache: KVCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [B, S, dim] → [B, S, dim]. With a cache, x continues each row at `positions` [B, S]."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        if cache is None:
-            out = self.attend(q, k, v, offsets, self.scale, self.kernel)
+        return self.wo(self.heads(q, k, v, offsets, cache, positions).flatten(2))
+
+
+class LatentAttention(_Attending):
+    """Multi-head latent attention (arXiv 2405.04434), with its keys and values written out."""
+
+    tensor_styles: ClassVar = {
+        "wq": "colwise",
+        "wq_a": "shared",
+        "q_norm": "shared",
+        "wq_b": "colwise",
+        "wkv_a": "shared",
+        "kv_norm": "shared",
+        "wkv_b": "colwise",
+        "wo": "rowwise",
+    }
+
+    def __init__(self, spec: DecoderSpec, layer: int, kernel: str = "auto"):
+        super().__init__(spec, layer, kernel)
+        assert spec.latent is not None
+        latent = self.latent = spec.latent
+        queries = spec.n_heads * spec.head_dim
+        if latent.query_rank is None:
+            self.wq = Linear(spec.dim, queries, bias=False)
         else:
-            cache.append(k, v, positions)
-            out = _cached_attention(q, cache, positions, self.scale)
-        return self.wo(out.flatten(2))
+            self.wq_a = Linear(spec.dim, latent.query_rank, bias=spec.qkv_bias)
+            self.q_norm = InnerNorm(latent.query_rank, latent.norm_eps)
+            self.wq_b = Linear(latent.query_rank, queries, bias=False)
+        self.wkv_a = Linear(spec.dim, latent.kv_rank + latent.rope_dim, bias=spec.qkv_bias)
+        self.kv_norm = InnerNorm(latent.kv_rank, latent.norm_eps)
+        self.wkv_b = Linear(latent.kv_rank, spec.n_heads * (latent.nope_dim + latent.value_dim), bias=False)
+        self.wo = Linear(spec.n_heads * latent.value_dim, spec.dim, bias=spec.out_bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: Rope,
+        offsets: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [B, S, dim] → [B, S, dim]. With a cache, x continues each row at `positions` [B, S]."""
+        one = self.latent
+        q = self.wq(x) if one.query_rank is None else self.wq_b(self.q_norm(self.wq_a(x)))
+        q, q_turned = q.unflatten(-1, (-1, self.head_dim)).split([one.nope_dim, one.rope_dim], -1)
+        narrow, k_turned = self.wkv_a(x).split([one.kv_rank, one.rope_dim], -1)
+        kv = self.wkv_b(self.kv_norm(narrow)).unflatten(-1, (-1, one.nope_dim + one.value_dim))
+        k, v = kv.split([one.nope_dim, one.value_dim], -1)
+        k_turned = rotate(k_turned.unsqueeze(2), *rope).expand(*k.shape[:3], -1)
+        q, k = torch.cat([q, rotate(q_turned, *rope)], -1), torch.cat([k, k_turned], -1)
+        # Kernels want values as wide as keys; what is added stays zero.
+        out = self.heads(q, k, F.pad(v, (0, self.head_dim - one.value_dim)), offsets, cache, positions)
+        return self.wo(out[..., : one.value_dim].flatten(2))
 
 
-def _cached_attention(q: torch.Tensor, cache: KVCache, positions: torch.Tensor, scale: float) -> torch.Tensor:
+def _cached_attention(
+    q: torch.Tensor, cache: KVCache, positions: torch.Tensor, scale: float, window: int, softcap: float
+) -> torch.Tensor:
     """Attention of new queries to all that the cache holds up to their own position; for generation, no gradients."""
     longest = int(positions.max()) + 1
-    seen = torch.arange(longest, device=q.device) <= positions[..., None]  # [B, S, longest]
-    k, v = cache.k[:, :longest], cache.v[:, :longest]
-    out = nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2).to(q.dtype),
-        v.transpose(1, 2).to(q.dtype),
-        attn_mask=seen[:, None],
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out.transpose(1, 2)
+    keys = torch.arange(longest, device=q.device)
+    seen = keys <= positions[..., None]  # [B, S, longest]
+    if window:
+        seen &= keys > positions[..., None] - window
+    k, v = (t[:, :longest].transpose(1, 2).to(q.dtype) for t in (cache.k, cache.v))
+    q, seen = q.transpose(1, 2), seen[:, None]
+    if softcap:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = (q @ k.mT).float() * scale
+        scores = ((scores / softcap).tanh() * softcap).masked_fill(~seen, float("-inf"))
+        return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True).transpose(1, 2)

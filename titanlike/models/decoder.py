@@ -10,51 +10,22 @@ A pipeline stage is the same decoder with some modules left out; names and initi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from titanlike.models import rope
-from titanlike.models.attention import Attention, KVCache
+from titanlike.models.attention import Attention, KVCache, LatentAttention
 from titanlike.models.dropout import Dropout, layer_keys
 from titanlike.models.head import Head
-from titanlike.models.linear import Linear
+from titanlike.models.moe import FeedForward, MoE
+from titanlike.models.norm import RMSNorm
 from titanlike.models.spec import DecoderSpec, Part
 
 _STD = 0.02
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467); statistics in float32."""
-
-    tensor_styles: ClassVar = {"": "replicated"}
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., dim]; a `weight` in hand takes the place of the module's own."""
-        return F.rms_norm(x, x.shape[-1:], self.weight if weight is None else weight, self.eps)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU feed-forward (Shazeer 2020, arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
-
-    tensor_styles: ClassVar = {"w1": "colwise", "w3": "colwise", "w2": "rowwise"}
-
-    def __init__(self, spec: DecoderSpec):
-        super().__init__()
-        self.w1 = Linear(spec.dim, spec.ffn_dim, bias=False)
-        self.w2 = Linear(spec.ffn_dim, spec.dim, bias=False)
-        self.w3 = Linear(spec.dim, spec.ffn_dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
@@ -62,10 +33,13 @@ class Block(nn.Module):
 
     def __init__(self, spec: DecoderSpec, layer: int, kernel: str):
         super().__init__()
-        self.attention = Attention(spec, layer, kernel)
-        self.feed_forward = FeedForward(spec)
-        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps)
-        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps)
+        self.attention = (Attention if spec.latent is None else LatentAttention)(spec, layer, kernel)
+        is_dense = spec.experts is None or layer in spec.experts.dense_layers
+        self.feed_forward = FeedForward(spec) if is_dense else None
+        self.moe = None if is_dense else MoE(spec)
+        self.attention_norm, self.ffn_norm = _norm(spec), _norm(spec)
+        self.attention_post_norm = _norm(spec) if spec.sandwich_norms else None
+        self.ffn_post_norm = _norm(spec) if spec.sandwich_norms else None
         self.dropout = Dropout(spec.dropout) if spec.dropout else None
 
     def forward(
@@ -78,9 +52,18 @@ class Block(nn.Module):
         keys: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attended = self.attention(self.attention_norm(x), rope, offsets, cache, positions)
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended)
         h = x + (attended if self.dropout is None else self.dropout(attended, keys, 0))
-        forwarded = self.feed_forward(self.ffn_norm(h))
+        normed = self.ffn_norm(h)
+        forwarded = self.moe(normed, rope[0].shape[-2]) if self.feed_forward is None else self.feed_forward(normed)
+        if self.ffn_post_norm is not None:
+            forwarded = self.ffn_post_norm(forwarded)
         return h + (forwarded if self.dropout is None else self.dropout(forwarded, keys, 1))
+
+
+def _norm(spec: DecoderSpec) -> RMSNorm:
+    return RMSNorm(spec.dim, spec.norm_eps, spec.norm_offset)
 
 
 class Decoder(nn.Module):
@@ -92,6 +75,7 @@ class Decoder(nn.Module):
     tensor_styles: ClassVar = {"tok_embeddings": "vocabulary"}
 
     rope_table: torch.Tensor
+    windowed_rope_table: torch.Tensor | None
     tok_embeddings: nn.Embedding
     norm: RMSNorm
     output: Head
@@ -115,18 +99,19 @@ class Decoder(nn.Module):
         # A dict keeps each layer's number in its name when a pipeline stage holds only some of them.
         self.layers = nn.ModuleDict({str(i): Block(spec, i, kernel) for i in self.part.layers})
         if self.part.last:
-            self.norm = RMSNorm(spec.dim, spec.norm_eps)
+            self.norm = _norm(spec)
             self.output = Head(spec, implementation=loss, chunk_size=chunk_size)
-        self.register_buffer("rope_table", self._rope_table(next(self.parameters()).device), persistent=False)
-
-    def _rope_table(self, device: torch.device) -> torch.Tensor:
-        if device.type == "meta":
-            return torch.empty(2, self.seq_len, self.spec.head_dim // 2, device=device)
-        return rope.table(self.spec, self.seq_len, device)
+        self.register_buffer("rope_table", None, persistent=False)
+        self.register_buffer("windowed_rope_table", None, persistent=False)
+        self.reset_buffers(next(self.parameters()).device)
 
     def reset_buffers(self, device: torch.device | str) -> None:
-        """Recomputes what is derived from the spec, after the model was built on the meta device."""
-        self.rope_table = self._rope_table(torch.device(device))
+        """Computes what is derived from the spec; anew after the model was built on the meta device."""
+        spec = self.spec
+        self.rope_table = rope.table(spec, self.seq_len, device)
+        if spec.windowed_rope_theta is not None:
+            windowed = dataclasses.replace(spec, rope_theta=spec.windowed_rope_theta, rope_scaling=None)
+            self.windowed_rope_table = rope.table(windowed, self.seq_len, device)
 
     def forward(
         self,
@@ -147,15 +132,32 @@ class Decoder(nn.Module):
         reduction "sum" their sum. With caches, tokens continue each row at `positions`. dropout_keys int64 [B, S] of
         `token_keys`, without which nothing is dropped.
         """
-        h = self.tok_embeddings(inputs) if self.part.first else inputs
-        cos, sin = self.rope_table[:, : inputs.shape[1]] if positions is None else self.rope_table[:, positions]
+        h = self._embed(inputs) if self.part.first else inputs
+        angles = self._angles(self.rope_table, inputs.shape[1], positions)
+        windowed = self.windowed_rope_table
+        windowed_angles = angles if windowed is None else self._angles(windowed, inputs.shape[1], positions)
         for i, (layer, block) in enumerate(self.layers.items()):
             keys = None if dropout_keys is None else layer_keys(dropout_keys, int(layer))
-            h = block(h, (cos, sin), offsets, *((caches[i], positions) if caches else (None, None)), keys)
+            own = windowed_angles if self.spec.window_of(int(layer)) else angles
+            h = block(h, own, offsets, *((caches[i], positions) if caches else (None, None)), keys)
         if not self.part.last:
             return h
         h = self.norm(h)
         return h if labels is None else self.output(h, labels, self.tied_weight, reduction)
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.tok_embeddings(tokens)
+        if self.spec.embedding_scale == 1.0:
+            return h
+        # As a number of the computation's type, like those who trained such models.
+        return h * torch.full((), self.spec.embedding_scale, dtype=h.dtype, device=h.device)
+
+    @staticmethod
+    def _angles(
+        table: torch.Tensor, length: int, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = table[:, :length] if positions is None else table[:, positions]
+        return cos, sin
 
     @property
     def tied_weight(self) -> torch.Tensor | None:
@@ -168,23 +170,30 @@ class Decoder(nn.Module):
 
     def all_parameter_names(self) -> set[str]:
         """The names of the whole model's parameters, also those that this part doesn't hold."""
-        with torch.device("meta"):
-            return {name for name, _ in Decoder(self.spec).named_parameters()}
+        return set(parameter_shapes(self.spec))
 
     def initial_stds(self) -> Iterator[tuple[str, float | None]]:
-        """Standard deviation of each parameter's initial values, by name; None for ones (norms).
+        """Standard deviation of each parameter's initial values, by name; None for ones (norms without offset).
 
         As Llama's own code: 0.02, projections back into the residual stream scaled down with depth. A head of its own
         starts lower (logits of variance 1/4), so that the first loss is that of a uniform guess at any width.
         """
         for name, _ in self.named_parameters():
             if "norm" in name:
-                yield name, None
-            elif name.startswith("layers.") and name.endswith((".wo.weight", ".w2.weight")):
+                yield name, 0.0 if self.spec.norm_offset else None
+            elif name.endswith(".bias"):
+                yield name, 0.0
+            elif name.startswith("layers.") and name.endswith((".wo.weight", ".w2.weight", ".w2")):
                 yield name, _STD / (2 * (int(name.split(".")[1]) + 1)) ** 0.5
             elif name.startswith("output."):
                 yield name, 0.5 * self.spec.dim**-0.5
             elif name.startswith("tok_embeddings.") and not self.spec.tied_head:
-                yield name, 1.0
+                yield name, 1.0 / self.spec.embedding_scale
             else:
                 yield name, _STD
+
+
+def parameter_shapes(spec: DecoderSpec) -> dict[str, torch.Size]:
+    """Names and shapes of all that a whole model keeps: parameters, and buffers that are saved."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in Decoder(spec).state_dict().items()}

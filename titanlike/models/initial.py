@@ -36,8 +36,16 @@ class Shard:
 
 
 def shards(model: nn.Module) -> Iterator[Shard]:
-    """Every parameter's local shard, with where it lies in the whole."""
-    return (shard_of(name, parameter) for name, parameter in model.named_parameters())
+    """The local shard of all that is kept (parameters, and buffers that are saved), with where it lies in the whole."""
+    return (shard_of(name, tensor) for name, tensor in [*model.named_parameters(), *saved_buffers(model)])
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are saved with the parameters, by name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def shard_of(name: str, parameter: torch.Tensor) -> Shard:
@@ -82,9 +90,11 @@ def initial_values(model: HasInitialValues, seed: int) -> Source:
     stds = dict(model.initial_stds())
 
     def draw(shard: Shard) -> torch.Tensor:
-        std = stds[shard.name]
+        std = stds.get(shard.name, 0.0)  # buffers start at zero
         if std is None:
             return torch.ones_like(shard.local)
+        if std == 0.0:
+            return torch.zeros_like(shard.local)
         return normal(shard, std, seed)
 
     return draw

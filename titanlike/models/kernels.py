@@ -63,17 +63,23 @@ def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
-def _cpu_forward(q, k, v, scale, causal):
-    out, lse = _CPU_FORWARD(*_heads_first(q, k, v), 0.0, causal, scale=scale)
+def _additive(visible, q):
+    """A mask of what queries see [S, T], as the CPU kernel adds it to scores."""
+    return None if visible is None else torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
+
+
+def _cpu_forward(q, k, v, scale, causal, visible=None):
+    out, lse = _CPU_FORWARD(*_heads_first(q, k, v), 0.0, causal, attn_mask=_additive(visible, q), scale=scale)
     return out.transpose(1, 2), lse
 
 
-def _cpu_backward(grad, q, k, v, out, lse, scale, causal):
+def _cpu_backward(grad, q, k, v, out, lse, scale, causal, visible=None):
     if q.dtype is torch.bfloat16 and not CPU_MULTIPLIES_BF16:  # see `models.products`; its forward is fast as it is
         wide = (t.float() for t in (grad, q, k, v, out))
-        return tuple(g.bfloat16() for g in _cpu_backward(*wide, lse, scale, causal))
+        return tuple(g.bfloat16() for g in _cpu_backward(*wide, lse, scale, causal, visible))
     # The kernel reads the gradient and lse by their strides only where they are laid out as the forward left them.
-    grads = _CPU_BACKWARD(*_heads_first(grad.contiguous(), q, k, v, out), lse, 0.0, causal, scale=scale)
+    tensors = _heads_first(grad.contiguous(), q, k, v, out)
+    grads = _CPU_BACKWARD(*tensors, lse, 0.0, causal, attn_mask=_additive(visible, q), scale=scale)
     return tuple(_heads_first(*grads))
 
 
@@ -116,32 +122,38 @@ def _efficient_backward(grad, q, k, v, out, lse, scale, causal):
     return dq, _fold(dk, kv_heads), _fold(dv, kv_heads)
 
 
-def _scores(q, k, scale, causal):
-    """Masked scores float32 [B, H, S, T]."""
+def _scores(q, k, scale, causal, visible, softcap):
+    """Scores float32 [B, H, S, T], masked; and, with a soft cap, by how much less than the raw ones they grow."""
     scores = torch.einsum("bshd,bthd->bhst", q.float(), k.float()) * scale
-    if not causal:
-        return scores
-    future = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(future, float("-inf"))
+    slope = None
+    if softcap:
+        bent = (scores / softcap).tanh()
+        scores, slope = bent * softcap, 1 - bent.square()
+    if causal:
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    return scores if visible is None else scores.masked_fill(~visible, float("-inf")), slope
 
 
-def _math_forward(q, k, v, scale, causal):
+def _math_forward(q, k, v, scale, causal, visible=None, softcap=0.0):
     k, v = _expand(q, k, v)
-    scores = _scores(q, k, scale, causal)
+    scores, _ = _scores(q, k, scale, causal, visible, softcap)
     lse = scores.logsumexp(-1)
     out = torch.einsum("bhst,bthd->bshd", (scores - lse[..., None]).exp(), v.float())
     return out.to(q.dtype), lse
 
 
-def _math_backward(grad, q, k, v, out, lse, scale, causal):
+def _math_backward(grad, q, k, v, out, lse, scale, causal, visible=None, softcap=0.0):
     kv_heads = k.shape[2]
     wide_k, wide_v = _expand(q, k, v)
     grad = grad.float()
-    p = (_scores(q, wide_k, scale, causal) - lse[..., None]).exp()
+    scores, slope = _scores(q, wide_k, scale, causal, visible, softcap)
+    p = (scores - lse[..., None]).exp()
     dv = torch.einsum("bhst,bshd->bthd", p, grad)
     dp = torch.einsum("bshd,bthd->bhst", grad, wide_v.float())
     delta = (grad * out.float()).sum(-1).transpose(1, 2)[..., None]
     ds = p * (dp - delta) * scale
+    if slope is not None:
+        ds = ds * slope
     dq = torch.einsum("bhst,bthd->bshd", ds, wide_k.float())
     dk = torch.einsum("bhst,bshd->bthd", ds, q.float())
     return dq.to(q.dtype), _fold(dk, kv_heads).to(k.dtype), _fold(dv, kv_heads).to(v.dtype)
@@ -167,21 +179,27 @@ class Spans:
     longest: int
 
 
-def varlen_forward(q, k, v, queries: Spans, keys: Spans, scale, causal):
+def varlen_forward(q, k, v, queries: Spans, keys: Spans, scale, causal, window=0):
     """Flash attention over documents of flattened tokens: q [S, H, D], k and v [T, K, D]; lse float32 [H, S].
 
-    Document i's queries see document i's keys; causal needs as many of the one as of the other.
+    Document i's queries see document i's keys, at most `window` of them if that isn't 0; causal needs as many of the
+    one as of the other.
     """
     bounds = (queries.offsets, keys.offsets, queries.longest, keys.longest)
-    out, lse, *_ = _VARLEN_FORWARD(q, k, v, *bounds, 0.0, causal, False, scale=scale)
+    out, lse, *_ = _VARLEN_FORWARD(q, k, v, *bounds, 0.0, causal, False, scale=scale, **_sides(window))
     return out, lse
 
 
-def varlen_backward(grad, q, k, v, out, lse, queries: Spans, keys: Spans, scale, causal):
+def _sides(window: int) -> dict[str, int]:
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def varlen_backward(grad, q, k, v, out, lse, queries: Spans, keys: Spans, scale, causal, window=0):
     """Gradients of `varlen_forward`; out and lse as in `Kernel`."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of a dropout that isn't there
     bounds = (queries.offsets, keys.offsets, queries.longest, keys.longest)
-    return _VARLEN_BACKWARD(grad.contiguous(), q, k, v, out, lse, *bounds, 0.0, causal, unused, unused, scale=scale)
+    options = {"scale": scale, **_sides(window)}
+    return _VARLEN_BACKWARD(grad.contiguous(), q, k, v, out, lse, *bounds, 0.0, causal, unused, unused, **options)
 
 
 def row_kernel(wanted: str, device: torch.device) -> Kernel:

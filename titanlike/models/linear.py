@@ -13,7 +13,9 @@ from titanlike.models.products import linear
 
 
 class Linear(nn.Linear):
-    """nn.Linear, whose product is a method."""
+    """nn.Linear, whose product is a method; `exact`: never in low precision."""
+
+    exact = False
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., in] times weight [out, in], plus bias [out]: [..., out]. The weight may be a part of the module's."""

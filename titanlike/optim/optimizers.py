@@ -13,7 +13,7 @@ from titanlike.config import Config
 from titanlike.config.checks import QUANTISED
 from titanlike.config.registry import Registry
 from titanlike.errors import ConfigError
-from titanlike.models.decoder import RMSNorm
+from titanlike.models.norm import RMSNorm
 from titanlike.optim.low_bit import LowBitAdamW
 from titanlike.optim.muon import Muon
 from titanlike.optim.narrow import Storage, Widened

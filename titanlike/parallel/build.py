@@ -1,6 +1,6 @@
 """From a config to this rank's part of the model, in the one fixed order that everything composes in.
 
-    meta device → low precision → pipeline split → tensor/sequence → context → activation checkpointing → offloading →
+    meta device → low precision → pipeline split → experts → tensor/sequence → context → activation checkpointing → offloading →
     compile per block → fully sharded
 
 Nothing has memory yet when this is done: `DistributedModel.materialise` gives each rank its own shard and no more.
@@ -20,6 +20,7 @@ from titanlike.converters.low_precision import LowPrecision, low_precision
 from titanlike.models.decoder import Decoder
 from titanlike.models.spec import Part, decoder_spec
 from titanlike.parallel.context import apply_context
+from titanlike.parallel.expert import apply_experts
 from titanlike.parallel.fully_shard import DTYPES, has_shards, shard_model
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.model import DistributedModel
@@ -57,6 +58,7 @@ def _build_part(config: Config, mesh: Mesh, part: Part | None, precision: LowPre
     model.to(DTYPES[config.training.dtype])
     if precision:
         precision.apply(model)
+    apply_experts(model, mesh)
     if mesh.tensor is not None:
         apply_tensor(
             model,
@@ -65,6 +67,7 @@ def _build_part(config: Config, mesh: Mesh, part: Part | None, precision: LowPre
             overlap=config.parallelism.enable_async_tensor_parallel,
             # The yardstick holds full logits.
             whole_head=config.parallelism.disable_loss_parallel or config.loss.implementation == "logits",
+            split_routing=mesh.keeps_tokens_split,
         )
     if mesh.context is not None:
         apply_context(model, mesh.context, config.parallelism)
@@ -74,7 +77,7 @@ def _build_part(config: Config, mesh: Mesh, part: Part | None, precision: LowPre
     if precision:
         precision.method.check_shards(model, mesh.shards["shard"].size())
     if has_shards(config, mesh.degrees.world):
-        shard_model(model, mesh.shards, config)
+        shard_model(model, mesh, config)
     if config.model.print_after_conversion:
         logger.info("%s", model)
     return model

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from titanlike.config.sections.parallelism import Parallelism
 from titanlike.data.batch import Batch
 from titanlike.errors import ConfigError
-from titanlike.models.attention import attend
+from titanlike.models.document_attention import attend
 from titanlike.models.decoder import Decoder
 from titanlike.parallel.context_pieces import Deal
 from titanlike.parallel.context_ring import context_attention, group_named, register_group
@@ -51,7 +51,8 @@ class ContextAttention:
     balancer: str
     group: str
 
-    def __call__(self, q, k, v, offsets, scale, kernel):
+    def __call__(self, q, k, v, offsets, scale, kernel, window=0, softcap=0.0):
+        assert not window and not softcap, "refused when the config is read"
         return context_attention(q, k, v, offsets, scale, kernel, self.method, self.balancer, self.group)[0]
 
 
@@ -91,7 +92,7 @@ class Ulysses:
     group: str
     degree: int
 
-    def __call__(self, q, k, v, offsets, scale, kernel):
+    def __call__(self, q, k, v, offsets, scale, kernel, window=0, softcap=0.0):
         heads, kv_heads = q.shape[2], k.shape[2]
         if heads % self.degree:
             raise ConfigError(
@@ -101,7 +102,7 @@ class Ulysses:
         repeats = math.lcm(kv_heads, self.degree) // kv_heads
         if repeats > 1:
             k, v = (t.repeat_interleave(repeats, 2) for t in (k, v))
-        return self._columns(attend(*(self._rows(t) for t in (q, k, v)), offsets, scale, kernel))
+        return self._columns(attend(*(self._rows(t) for t in (q, k, v)), offsets, scale, kernel, window, softcap))
 
     def _order(self, length: int) -> list[int]:
         """The chunks of a row in the order in which the ranks hold them."""

@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from titanlike.config import Config
 from titanlike.errors import ConfigError
 from titanlike.models.decoder import Decoder
+from titanlike.models.moe import StackedExperts
+from titanlike.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,8 +88,12 @@ def has_shards(config: Config, world: int) -> bool:
     return world > 1 or not one_type or training.enable_cpu_offload or bool(config.model.converters)
 
 
-def shard_model(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
-    """Shards each block, the embedding, and norm + head as groups of their own; in place, on the meta device too."""
+def shard_model(model: Decoder, ranks: Mesh, config: Config) -> None:
+    """Shards each block, the embedding, and norm + head as groups of their own; in place, on the meta device too.
+
+    Experts that are spread over ranks are a group as well, on what their own mesh leaves.
+    """
+    mesh = ranks.shards
     # With one shard there is nothing to give back between forward and backward.
     reshard = mesh["shard"].size() > 1 and reshards(config)
     options = {"mesh": mesh, "mp_policy": precision_policy(config)}
@@ -96,6 +104,8 @@ def shard_model(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
     if part.first and not tied:
         fully_shard(model.tok_embeddings, **options, reshard_after_forward=reshard)
     for block in model.layers.values():
+        if block.moe is not None and ranks.experts is not None:
+            _shard_experts(block.moe.experts, ranks.experts["replicate", "expert_shard"], options, reshard)
         fully_shard(block, **options, reshard_after_forward=reshard)
     if part.last and not tied:
         # The backward starts here at once, so giving the weights back first would only gather them again. A schedule
@@ -106,9 +116,20 @@ def shard_model(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            if mesh.size() > 1:  # one rank would divide by one, a pass over all gradients
+            if ranks.degrees.world > 1:  # one rank would divide by one, a pass over all gradients
                 module.set_gradient_divide_factor(1.0)
     _prefetch_neighbours(list(model.layers.values()))
+
+
+def _shard_experts(experts: StackedExperts, mesh: DeviceMesh, options: dict, reshard: bool) -> None:
+    """Along their width rather than by expert, of which a rank may have fewer than there are shards."""
+    shards = mesh["expert_shard"].size()
+
+    def along(parameter: nn.Parameter) -> Shard:
+        return Shard(1 if parameter.shape[1] % shards == 0 else 0)
+
+    here = {**options, "mesh": mesh, "reshard_after_forward": reshard and shards > 1}
+    fully_shard(experts, **here, shard_placement_fn=along)
 
 
 def _prefetch_neighbours(blocks: list) -> None:

@@ -16,10 +16,11 @@ from titanlike.config import Config
 from titanlike.data.batch import Batch
 from titanlike.models.decoder import Decoder
 from titanlike.models.dropout import token_keys
-from titanlike.models.initial import Source, materialise
+from titanlike.models.initial import Source, materialise, saved_buffers
 from titanlike.objectives.base import Objective
 from titanlike.optim.placed import like, local
 from titanlike.parallel.context import cut
+from titanlike.parallel.expert import Routing
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.pipeline import Pipeline
 from titanlike.parallel.stages import StagePlan
@@ -38,6 +39,7 @@ class DistributedModel:
         self._takes_scales = (
             "quantize.linear.float8" in config.model.converters and float8.precompute_float8_dynamic_scale_for_fsdp
         )
+        self.routing = Routing(parts, mesh)
         self._pipeline = Pipeline(parts, plan, mesh, config, cut=self._own_columns) if plan else None
 
     # ---- what it consists of
@@ -52,8 +54,11 @@ class DistributedModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters as checkpoints know them: their own memory, out of what a converter wrapped it in."""
-        return {name: like(parameter, local(parameter)) for name, parameter in self.named_parameters()}
+        """What checkpoints hold of it: parameters in their own memory, out of what a converter wrapped it in; buffers."""
+        found = {name: like(parameter, local(parameter)) for name, parameter in self.named_parameters()}
+        for part in self.parts:
+            found.update(saved_buffers(part))
+        return found
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for part in self.parts:
@@ -150,6 +155,7 @@ class DistributedModel:
 
     def after_update(self) -> None:
         """Once the weights have changed, by an update or by loading."""
+        self.routing.finish_step()
         if self._pipeline:
             self._pipeline.after_update()
         if self._takes_scales:

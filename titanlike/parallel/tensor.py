@@ -7,6 +7,7 @@ meaning: how the weight lies on the tensor axis, and a forward that computes wit
     kv_colwise  colwise over key/value heads; fewer heads than ranks are replicated, each rank computes its own only
     rowwise     inputs are split: weight columns over ranks. Its outputs are summed over ranks.
     replicated  the weight is whole on every rank (norms)
+    shared      the same on all tokens, for what only this rank's outputs need: its gradient is a part of the sum
     vocabulary  rows of the embedding or of the head are split
     tokens      no weight; what it is told of each token is cut as the residual stream is
 
@@ -14,13 +15,12 @@ Weights are DTensors, so that full sharding, checkpoints and initial values know
 plain local tensors. With sequence parallelism, between layers a rank holds ceil(S / ranks) tokens of each row, the last
 ones padded with zeros: entering a layer gathers them, leaving it adds up and scatters.
 
-Modules change their class, not their forward: torch.compile guards on classes, so one graph still serves all layers.
+Experts are placed before, by `parallel.expert`; here is said which tokens a mixture of them sees.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ from torch.distributed.tensor.experimental import register_sharding
 from titanlike.models.decoder import Decoder
 from titanlike.models.linear import Linear
 from titanlike.models.logits_chunk import VocabularyShard
+from titanlike.models.moe import MoE
 from titanlike.parallel import collectives
+from titanlike.parallel.swapped import swap
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,31 @@ class Replicated(_OnAxis):
         return super().forward(x, weight)  # type: ignore[misc]
 
 
+class Shared(_OnAxis):
+    """A norm or a linear layer that every rank computes whole, to feed its own part of what follows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = local(self.weight, Partial())
+        if isinstance(self, Linear):
+            return self.product(x, weight, None if self.bias is None else local(self.bias, Partial()))
+        return super().forward(x, weight)  # type: ignore[misc]
+
+
+class GatheringMoE(_OnAxis, MoE):
+    """A mixture of experts each of which is split: all ranks route the same tokens, and add their parts up."""
+
+    def routed(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        return self.axis.leave(super().routed(self.axis.enter(x, length), length))
+
+
+class SplitMoE(_OnAxis, MoE):
+    """One that routes the tokens which this rank holds between layers; the last ranks' may be padding."""
+
+    def routed(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        own = min(max(length - self.axis.rank * x.shape[1], 0), x.shape[1])
+        return super().routed(x, own)
+
+
 class OfTokens(_OnAxis):
     """Reads the residual stream, and something about every token of whole rows [B, S]."""
 
@@ -220,10 +247,12 @@ def first_row(weight: torch.Tensor, axis: TensorAxis) -> int:
 # ---- application ---------------------------------------------------------------------------------------------------
 
 
-def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence: bool, whole_head: bool, overlap: bool) -> None:
+def apply_tensor(
+    model: Decoder, mesh: DeviceMesh, *, sequence: bool, whole_head: bool, overlap: bool, split_routing: bool = False
+) -> None:
     """Spreads the model over the 1-D tensor mesh by the styles its modules declare; in place, on the meta device too.
 
-    `whole_head`: gather the head for the loss instead of computing with the vocabulary split. `overlap`: have compiled
+    `split_routing`: mixtures of experts route the tokens that each rank holds between layers. `whole_head`: gather the head for the loss instead of computing with the vocabulary split. `overlap`: have compiled
     blocks exchange tokens in pieces, while the pieces that are there are multiplied.
     """
     axis = TensorAxis(mesh, mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), sequence)
@@ -235,6 +264,8 @@ def apply_tensor(model: Decoder, mesh: DeviceMesh, *, sequence: bool, whole_head
                 _STYLES[style](target, axis, module)
         if "colwise" in styles.values():
             _swap(module, Gathering, axis)
+        if isinstance(module, MoE):
+            _swap(module, SplitMoE if split_routing else GatheringMoE, axis)
     for module in model.modules():
         if isinstance(module, VocabularyHead):
             module.whole = whole_head
@@ -281,6 +312,11 @@ def _replicated(module: nn.Module, axis: TensorAxis, owner: nn.Module) -> None:
     _swap(module, Replicated, axis)
 
 
+def _shared(module: nn.Module, axis: TensorAxis, owner: nn.Module) -> None:
+    _place(module, axis, Replicate())
+    _swap(module, Shared, axis)
+
+
 def _tokens(module: nn.Module, axis: TensorAxis, owner: nn.Module) -> None:
     _swap(module, OfTokens, axis)
 
@@ -295,6 +331,7 @@ _STYLES = {
     "kv_colwise": _kv_colwise,
     "rowwise": _rowwise,
     "replicated": _replicated,
+    "shared": _shared,
     "vocabulary": _vocabulary,
     "tokens": _tokens,
 }
@@ -303,13 +340,13 @@ _STYLES = {
 def local_features(model: nn.Module, size: int) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of what a rank multiplies with in each linear layer, by name; the model is not split yet.
 
-    Where a split leaves ranks unequal parts, the largest.
+    Layers that are never in low precision are left out. Where a split leaves ranks unequal parts, the largest.
     """
     found = {}
     for prefix, owner in model.named_modules():
         styles = getattr(owner, "tensor_styles", {})
         for name, module in owner.named_children():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear) and not module.exact:
                 style = styles.get(name)
                 inputs = -(-module.in_features // size) if style == "rowwise" else module.in_features
                 outputs = -(-module.out_features // size) if style == "colwise" else module.out_features
@@ -329,11 +366,5 @@ def _place(module: nn.Module, axis: TensorAxis, weight: Placement, bias: Placeme
 
 
 def _swap(module: nn.Module, style: type, axis: TensorAxis) -> None:
-    module.__class__ = _mixed(style, type(module))
+    swap(module, style)
     module.axis = axis  # type: ignore[assignment]
-
-
-@cache
-def _mixed(style: type, kind: type) -> type:
-    # The style comes first: its forward runs, and may call the module's own.
-    return type(f"{style.__name__}{kind.__name__}", (style, kind), {})

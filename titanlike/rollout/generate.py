@@ -1,4 +1,4 @@
-"""`titanlike generate RUN_OR_CHECKPOINT --prompt …`: text from what a run has learnt."""
+"""`titanlike generate PATH --prompt …`: text from a run's checkpoint or a model in the Hub's form."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ import torch
 
 from titanlike import device as devices
 from titanlike.checkpoint import folders, loading
-from titanlike.config import Config, load_config
+from titanlike.config import Config, assets, load_config
 from titanlike.config.imports import import_modules
 from titanlike.config.layers import Layer
 from titanlike.data.tokenizers import Tokenizer, load_tokenizer
 from titanlike.errors import CheckpointError, ConfigError, TitanlikeError
 from titanlike.models.decoder import Decoder
+from titanlike.models.hub import config_json
+from titanlike.models.hub.reading import hub_source
 from titanlike.models.initial import materialise
-from titanlike.models.spec import DecoderSpec, decoder_spec
+from titanlike.models.spec import DecoderSpec, decoder_spec, folder_form
 from titanlike.rollout.sampling import Sampling, generate
+
+_LONGEST = 8192  # tokens; the table of rotary angles is made for so many, unless --seq-len says otherwise
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="titanlike generate", description=__doc__)
-    parser.add_argument("path", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
+    parser.add_argument("path", type=Path, help="a run's folder (its newest checkpoint), a step-N folder, a model's folder as on the Hub, or a Hub id")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add at most (default 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
@@ -66,12 +70,12 @@ def load_model(
 
     `imports` are the modules that may be imported first: those that the checkpoint names are a stranger's word.
     """
+    if is_model_folder(path):
+        return _hub_model(str(path), seq_len)
     step = _checkpoint(path)
     config = load_config(["--job.config_file", str(step / loading.CONFIG)], imports=False)
     spec = _spec(config, imports)
-    tokenizer = load_tokenizer(
-        config.model.hf_assets_path, bos_token=config.data.bos_token, eos_token=config.data.eos_token
-    )
+    tokenizer = _tokenizer(config)
     with torch.device("meta"):
         model = Decoder(spec, seq_len=seq_len or config.training.seq_len)
     materialise(model, devices.local_device(), None)
@@ -80,6 +84,31 @@ def load_model(
         raise CheckpointError(
             f"{step}: {len(bad)} of the weights' tensors hold numbers that aren't finite, {bad[0]} first"
         )
+    return model.eval(), tokenizer, config
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    model, data = config.model, config.data
+    return load_tokenizer(
+        model.hf_assets_path, revision=model.hf_revision, bos_token=data.bos_token, eos_token=data.eos_token
+    )
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether a path is a model in the Hub's form: a folder with config.json, or a repository's ORG/NAME."""
+    return (path / config_json.NAME).is_file() or assets.is_hub_id(str(path))
+
+
+def _hub_model(place: str, seq_len: int | None) -> tuple[Decoder, Tokenizer, Config]:
+    folder = assets.local_folder(place, weights=True, key="PATH")
+    assets.say_what_is_never_run(folder)
+    form, spec = folder_form(folder)
+    config = Config.model_validate({"model": {"hf_assets_path": str(folder)}})
+    tokenizer = _tokenizer(config)
+    with torch.device("meta"):
+        model = Decoder(spec, seq_len=seq_len or min(spec.max_seq_len, _LONGEST))
+    source = hub_source(folder, form, spec, {name: p.shape for name, p in model.named_parameters()})
+    materialise(model, devices.local_device(), source)
     return model.eval(), tokenizer, config
 
 

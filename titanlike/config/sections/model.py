@@ -58,14 +58,15 @@ class ModelOverrides(Section):
 class Model(Section):
     """Which decoder, its tokenizer, and what is done to it when it is built."""
 
-    name: str = "llama3"
-    """Model family."""
+    name: str = "auto"
+    """Model family; auto is that of the config.json at hf_assets_path, else llama3."""
 
-    flavor: str = "debugmodel"
-    """Sizes of the family by name, such as 8B."""
+    flavor: str = "auto"
+    """Sizes of the family by name, such as 8B; auto are those of the config.json at hf_assets_path, else debugmodel."""
 
     hf_assets_path: str = "debug"
-    """Folder with the tokenizer (and weights in Hub format, if wanted), or "debug" for the small one that ships."""
+    """Folder or Hub id (ORG/NAME) of a tokenizer, a config.json and weights in Hub form, as far as each is wanted; or
+    "debug" for the small tokenizer that ships."""
 
     hf_revision: str | None = None
     """Branch, tag or commit where hf_assets_path is a Hub id."""

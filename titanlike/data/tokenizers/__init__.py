@@ -16,6 +16,7 @@ import importlib.resources
 from collections.abc import Callable
 from pathlib import Path
 
+from titanlike.config.assets import local_folder
 from titanlike.data.tokenizers.base import Origin, Tokenizer
 from titanlike.errors import ConfigError
 
@@ -29,19 +30,21 @@ _GLOBS = ("*.model", "*.tiktoken")
 _KEY = "model.hf_assets_path"
 
 
-def load_tokenizer(hf_assets_path: str, *, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a folder or file; `bos_token` and `eos_token` override by a token's text.
+def load_tokenizer(
+    hf_assets_path: str, *, revision: str | None = None, bos_token: str | None = None, eos_token: str | None = None
+) -> Tokenizer:
+    """Load the tokenizer of a folder, file or Hub id; `bos_token` and `eos_token` override by a token's text.
 
     Raises ConfigError, naming the key and what was looked for, if there is none, if there are several, if it can't be
     read, or if an override names no token.
     """
-    file = _find(hf_assets_path)
-    origin = Origin(hf_assets_path=hf_assets_path, bos_token=bos_token, eos_token=eos_token, file=file)
+    file = _find(hf_assets_path, revision)
+    origin = Origin(hf_assets_path=hf_assets_path, revision=revision, bos_token=bos_token, eos_token=eos_token, file=file)
     return _kind(file)(origin)
 
 
-def _find(hf_assets_path: str) -> Path:
-    path = Path(hf_assets_path).expanduser()
+def _find(hf_assets_path: str, revision: str | None) -> Path:
+    path = local_folder(hf_assets_path, revision)
     if hf_assets_path == DEBUG or (hf_assets_path == _DEBUG_ALIAS and not path.exists()):
         path = Path(str(importlib.resources.files("titanlike"))) / "assets" / "tokenizer"
     if path.is_file():

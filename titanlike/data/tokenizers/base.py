@@ -27,6 +27,7 @@ class Origin:
     """Where a tokenizer came from: enough to load it again in another process."""
 
     hf_assets_path: str
+    revision: str | None = None
     bos_token: str | None = None
     eos_token: str | None = None
     file: Path = field(default_factory=Path)
@@ -164,7 +165,9 @@ class Tokenizer:
 
 
 def _load_again(load, origin: Origin, fingerprint: str) -> Tokenizer:
-    tokenizer = load(origin.hf_assets_path, bos_token=origin.bos_token, eos_token=origin.eos_token)
+    tokenizer = load(
+        origin.hf_assets_path, revision=origin.revision, bos_token=origin.bos_token, eos_token=origin.eos_token
+    )
     if tokenizer.fingerprint != fingerprint:
         raise DataError(f"{origin.file}: the tokenizer changed while the run was using it; start again")
     return tokenizer

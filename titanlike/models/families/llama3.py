@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from titanlike.models.hub.config_json import HubConfig
+from titanlike.models.hub.form import HubForm, read_common
 from titanlike.models.spec import DecoderSpec, Family, RopeScaling, families
+
+
+def _read(config: HubConfig) -> DecoderSpec:
+    biases = config.get("attention_bias", False)
+    return DecoderSpec(
+        **read_common(config), qkv_bias=biases, out_bias=biases, ffn_bias=config.get("mlp_bias", False)
+    )
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    return {"attention_bias": spec.qkv_bias, "mlp_bias": spec.ffn_bias}
+
+
+LLAMA = HubForm(model_type="llama", architecture="LlamaForCausalLM", read=_read, write=_write)
 
 _VOCAB = 128256
 # 3.1 and 3.3 stretch the frequencies of 3.0 by 8; the small models of 3.2 by 32.
@@ -29,6 +47,7 @@ _SMALL = {"max_seq_len": 131072, "rope_scaling": _SCALING_32, "tied_head": True}
 llama3 = families.register("llama3")(
     Family(
         name="llama3",
+        hub=(LLAMA,),
         flavors={
             # Small enough that a laptop's CPU learns something in two minutes.
             "debugmodel": DecoderSpec(

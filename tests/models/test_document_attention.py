@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanlike.models.attention import document_attention
+from titanlike.models.document_attention import document_attention
 
 B, S, H, K, D = 2, 40, 4, 2, 16
 

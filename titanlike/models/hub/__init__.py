@@ -1,0 +1,1 @@
+"""Models in the Hub's form: config.json and safetensors files, in and out."""
