@@ -184,7 +184,8 @@ class DecoderSpec:
             queries = heads * self.head_dim * (one.query_rank or self.dim)
             queries += (self.dim + 1) * one.query_rank if one.query_rank else 0
             narrow = self.dim * (one.kv_rank + one.rope_dim) + one.kv_rank
-            return out + queries + narrow + one.kv_rank * heads * (one.nope_dim + one.value_dim)
+            biases = (one.kv_rank + one.rope_dim + (one.query_rank or 0)) * self.qkv_bias + self.dim * self.out_bias
+            return out + queries + narrow + one.kv_rank * heads * (one.nope_dim + one.value_dim) + biases
         rows = self.head_dim * (heads + 2 * self.n_kv_heads)
         biases = rows * self.qkv_bias + self.dim * self.out_bias
         return self.dim * (rows + self.head_dim * heads) + biases + norms
@@ -273,6 +274,10 @@ def decoder_spec(config: Config) -> DecoderSpec:
                 f"model.overrides.dim = {dim}: must be a multiple of n_heads = {heads}, or head_dim be set too"
             )
         overrides["head_dim"] = dim // max(heads, 1)
+    if of_experts := overrides.pop("experts", None):
+        if named.experts is None:
+            raise ConfigError(f"model.overrides.experts: {title(config)} has no experts")
+        overrides["experts"] = dataclasses.replace(named.experts, **of_experts)
     spec = dataclasses.replace(named, **overrides)
     if problems := spec.problems():
         raise ConfigError([f"model.overrides.{p}" for p in problems])
@@ -351,8 +356,18 @@ _FREE = {"max_seq_len", "dropout"}
 
 def differences(was: DecoderSpec, is_: DecoderSpec) -> list[str]:
     """In which fields that weights depend on two specs differ, in words."""
+    was, is_ = _as_weights_see(was), _as_weights_see(is_)
     return [
         f"{field.name} was {getattr(was, field.name)}, is {getattr(is_, field.name)}"
         for field in dataclasses.fields(is_)
         if field.name not in _FREE and getattr(was, field.name) != getattr(is_, field.name)
     ]
+
+
+def _as_weights_see(spec: DecoderSpec) -> DecoderSpec:
+    """Without what only training knows of experts."""
+    if spec.experts is None:
+        return spec
+    return dataclasses.replace(
+        spec, experts=dataclasses.replace(spec.experts, bias_rate=0.0, balance_loss=0.0, z_loss=0.0)
+    )

@@ -6,7 +6,32 @@ from __future__ import annotations
 
 from typing import Literal
 
-from titanlike.config.sections.base import BelowOne, Names, NonNegative, Positive, PositiveFloat, Section
+from titanlike.config.sections.base import BelowOne, Names, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+
+
+class ExpertOverrides(Section):
+    """[model.overrides.experts]: of a model that has experts."""
+
+    n_experts: Positive | None = None
+    """Experts of a layer."""
+
+    top_k: Positive | None = None
+    """Experts that a token goes to."""
+
+    ffn_dim: Positive | None = None
+    """Hidden width of an expert."""
+
+    n_shared: NonNegative | None = None
+    """Experts beside those that every token goes through."""
+
+    balance_loss: NonNegativeFloat | None = None
+    """Weight of the loss that punishes uneven use of experts, of each row by itself."""
+
+    z_loss: NonNegativeFloat | None = None
+    """Weight of the router's squared log-normaliser."""
+
+    bias_rate: NonNegativeFloat | None = None
+    """Step by which the biases of a router that has some are moved against uneven use."""
 
 
 class ModelOverrides(Section):
@@ -50,6 +75,9 @@ class ModelOverrides(Section):
 
     logit_softcap: PositiveFloat | None = None
     """Logits l become cap · tanh(l / cap)."""
+
+    experts: ExpertOverrides = ExpertOverrides()
+    """Of a model that has experts."""
 
     dropout: BelowOne | None = None
     """Dropout on the residual stream, as a share of its elements."""

@@ -52,6 +52,7 @@ def _read(config: HubConfig) -> DecoderSpec:
         n_groups=config.get("n_group", 1),
         top_groups=config.get("topk_group", 1),
         bias=True,
+        balance_loss=config.get("aux_loss_alpha", 0.0),
         dense_layers=tuple(range(config.get("first_k_dense_replace", 0))),
     )
     biases = config.get("attention_bias", False)
@@ -104,6 +105,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
         "routed_scaling_factor": experts.scale,
         "n_group": experts.n_groups,
         "topk_group": experts.top_groups,
+        "aux_loss_alpha": experts.balance_loss,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "first_k_dense_replace": len(experts.dense_layers),

@@ -39,14 +39,15 @@ def hub_source(folder: Path, form: HubForm, spec: DecoderSpec, shapes: Mapping[s
     wanted = origins(form, spec, shapes)
     _check(tensors, spec, wanted, shapes)
 
-    def read(shard: Shard) -> torch.Tensor:
-        origin = wanted[shard.name]
-        box = tuple(slice(a, a + n) for a, n in zip(shard.start, shard.local.shape, strict=True))
-        if len(origin.names) == 1:
-            return read_turned(lambda box: tensors.read(origin.names[0], box), shard.shape, box, origin.turn)
-        return _read_stacked(tensors, origin, box)
+    return lambda shard: read_origin(tensors, wanted[shard.name], shard)
 
-    return read
+
+def read_origin(tensors: HubTensors, origin: Origin, shard: Shard) -> torch.Tensor:
+    """A parameter's shard from what it is made of."""
+    box = tuple(slice(a, a + n) for a, n in zip(shard.start, shard.local.shape, strict=True))
+    if len(origin.names) > 1:
+        return _read_stacked(tensors, origin, box)
+    return read_turned(lambda box: tensors.read(origin.names[0], box), shard.shape, box, origin.turn)
 
 
 def configured_source(config: Config) -> Source:
