@@ -32,14 +32,14 @@ def test_defaults_and_what_is_built_pass():
 def test_everything_unbuilt_is_named_at_once():
     argv = [
         "--job.recipe=sft",
-        "--parallelism.expert_parallel_degree=2",
+        "--parallelism.expert_parallel_comm_backend=deepep",
         "--model.converters=quantize.grouped_mm.float8",
         "--lora.enable",
         "--rl.loss.type=gspo",
         '--environment=[{type = "gsm8k"}]',
     ]
     found = refuse_unbuilt(load_config(argv))
-    for part in ("job.recipe = 'sft'", "expert_parallel_degree = 2", "model.converters", "lora.enable"):
+    for part in ("job.recipe = 'sft'", "expert_parallel_comm_backend = 'deepep'", "model.converters", "lora.enable"):
         assert any(part in p and "not built yet" in p for p in found), part
     assert any(p.startswith("rl.loss.type") for p in found) and any(p.startswith("[[environment]]") for p in found)
     assert len(found) == 6

@@ -129,9 +129,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     from titanlike.checkpoint import hub
 
-    step = hub.import_model(
-        arguments.model, arguments.out, revision=arguments.revision, dtype=_dtype(arguments.dtype)
-    )
+    step = hub.import_model(arguments.model, arguments.out, revision=arguments.revision, dtype=_dtype(arguments.dtype))
     print(f"imported {arguments.model} to {step}; start from it with --checkpoint.initial_load_path={step}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Checkpoints to the Hub's form and back: `titanlike checkpoint export` and `import`, and the export that ends a run."""
+"""Checkpoints to the Hub's form and back: `titanlike checkpoint export | import`, and the export that ends a run."""
 
 from __future__ import annotations
 

@@ -79,11 +79,13 @@ def attention(config: Config, spec: DecoderSpec, world: int | None) -> Iterator[
         return
     lengths = [config.training.seq_len, config.validation.seq_len or 0]
     for what in (
-        f"a window of {spec.window} tokens" if spec.window and spec.windowed_layers and max(lengths) > spec.window else "",
+        f"a window of {spec.window} tokens"
+        if spec.window and spec.windowed_layers and max(lengths) > spec.window
+        else "",
         f"a soft cap of {spec.attention_softcap} on scores" if spec.attention_softcap else "",
     ):
         if what:
-            text = f"{METHOD} = {method!r}: the model's attention has {what}, which only \"ulysses\" spreads over ranks"
+            text = f'{METHOD} = {method!r}: the model\'s attention has {what}, which only "ulysses" spreads over ranks'
             yield Problem((METHOD, CONTEXT, "model.flavor"), text)
 
 

@@ -20,8 +20,9 @@ _BAND = 256  # queries at a time, at least
 def kernel(rows: Kernel, window: int, softcap: float) -> Kernel:
     """`rows` with a window of that many tokens and a soft cap, 0 for none of either; always causal."""
     if softcap:
-        banded = functools.partial(kernels.MATH.forward, softcap=softcap), functools.partial(
-            kernels.MATH.backward, softcap=softcap
+        banded = (
+            functools.partial(kernels.MATH.forward, softcap=softcap),
+            functools.partial(kernels.MATH.backward, softcap=softcap),
         )
     elif rows is kernels.CPU:
         banded = rows.forward, rows.backward

@@ -153,9 +153,7 @@ class Decoder(nn.Module):
         return h * torch.full((), self.spec.embedding_scale, dtype=h.dtype, device=h.device)
 
     @staticmethod
-    def _angles(
-        table: torch.Tensor, length: int, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _angles(table: torch.Tensor, length: int, positions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = table[:, :length] if positions is None else table[:, positions]
         return cos, sin
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from titanlike.config import assets
 from titanlike.config.registry import Registry
 from titanlike.errors import ConfigError
-from titanlike.config import assets
 from titanlike.models.hub import config_json
 from titanlike.models.hub.config_json import HubConfig
 from titanlike.models.hub.form import HubForm
@@ -60,7 +60,7 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538) in the feed-forward's place, but for `dense_layers`."""
+    """Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538) for a feed-forward, but in `dense_layers`."""
 
     n_experts: int
     top_k: int

@@ -1,8 +1,8 @@
 """Floating-point operations of training, by the formula that the field compares MFU with.
 
-Per token: 6 for each parameter that multiplies it (of experts, those that it goes to; 2 in the forward pass, 4 in the backward pass), and 12 · layers ·
-heads · head_dim · seq_len for attention's two products (scores and weighted values). As in TorchTitan and in the
-published tables,
+Per token: 6 for each parameter that multiplies it (2 in the forward pass, 4 in the backward pass; of experts, those
+that it goes to), and 12 · layers · heads · head_dim · seq_len for attention's two products (scores and weighted
+values). As in TorchTitan and in the published tables,
 
 - attention counts the full seq_len × seq_len square: nothing is taken off for the causal mask or for documents that
   don't see each other, although the kernels skip that work;

@@ -1,7 +1,7 @@
 """From a config to this rank's part of the model, in the one fixed order that everything composes in.
 
-    meta device → low precision → pipeline split → experts → tensor/sequence → context → activation checkpointing → offloading →
-    compile per block → fully sharded
+    meta device → low precision → pipeline split → experts → tensor/sequence → context → activation checkpointing →
+    offloading → compile per block → fully sharded
 
 Nothing has memory yet when this is done: `DistributedModel.materialise` gives each rank its own shard and no more.
 """

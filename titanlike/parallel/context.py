@@ -18,8 +18,8 @@ import torch.distributed as dist
 from titanlike.config.sections.parallelism import Parallelism
 from titanlike.data.batch import Batch
 from titanlike.errors import ConfigError
-from titanlike.models.document_attention import attend
 from titanlike.models.decoder import Decoder
+from titanlike.models.document_attention import attend
 from titanlike.parallel.context_pieces import Deal
 from titanlike.parallel.context_ring import context_attention, group_named, register_group
 

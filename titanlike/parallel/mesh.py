@@ -105,7 +105,10 @@ def _experts(layout: BatchLayout, device_type: str) -> DeviceMesh:
     d = layout.degrees
     tensor = d.tensor if layout.experts_split else 1
     shards = d.shard * d.context * d.tensor // (layout.experts * tensor)
-    shape, names = (d.pipeline, d.replicate, shards, layout.experts), ("pipeline", "replicate", "expert_shard", "expert")
+    shape, names = (
+        (d.pipeline, d.replicate, shards, layout.experts),
+        ("pipeline", "replicate", "expert_shard", "expert"),
+    )
     if layout.experts_split:
         shape, names = (*shape, tensor), (*names, "tensor")
     return init_device_mesh(device_type, shape, mesh_dim_names=names)[names[1:]]

@@ -54,7 +54,7 @@ class DistributedModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What checkpoints hold of it: parameters in their own memory, out of what a converter wrapped it in; buffers."""
+        """What checkpoints hold of it: parameters in their own memory, out of what converters wrap them in; buffers."""
         found = {name: like(parameter, local(parameter)) for name, parameter in self.named_parameters()}
         for part in self.parts:
             found.update(saved_buffers(part))

@@ -1,4 +1,4 @@
-"""Modules that change their class, not their forward: torch.compile guards on classes, so one graph serves all layers."""
+"""Modules that change their class, not their forward: torch.compile guards on classes, so one graph serves them all."""
 
 from __future__ import annotations
 

@@ -252,8 +252,9 @@ def apply_tensor(
 ) -> None:
     """Spreads the model over the 1-D tensor mesh by the styles its modules declare; in place, on the meta device too.
 
-    `split_routing`: mixtures of experts route the tokens that each rank holds between layers. `whole_head`: gather the head for the loss instead of computing with the vocabulary split. `overlap`: have compiled
-    blocks exchange tokens in pieces, while the pieces that are there are multiplied.
+    `split_routing`: mixtures of experts route the tokens that each rank holds between layers. `whole_head`: gather the
+    head for the loss instead of computing with the vocabulary split. `overlap`: have compiled blocks exchange tokens in
+    pieces, while the pieces that are there are multiplied.
     """
     axis = TensorAxis(mesh, mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), sequence)
     for module in list(model.modules()):

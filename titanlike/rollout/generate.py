@@ -29,7 +29,11 @@ _LONGEST = 8192  # tokens; the table of rotary angles is made for so many, unles
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="titanlike generate", description=__doc__)
-    parser.add_argument("path", type=Path, help="a run's folder (its newest checkpoint), a step-N folder, a model's folder as on the Hub, or a Hub id")
+    parser.add_argument(
+        "path",
+        type=Path,
+        help="a run's folder (its newest checkpoint), a step-N folder, a model's folder as on the Hub, or a Hub id",
+    )
     parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add at most (default 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")

@@ -36,9 +36,7 @@ def export(folder, out, *, dtype=torch.float32, **options):
     shapes = parameter_shapes(spec)
     whole = {n: models.Shard(n, s, (0,) * len(s), torch.empty(s, device="meta")) for n, s in shapes.items()}
     out.mkdir()
-    writing.write_model(
-        out, form, spec, lambda names: {n: read(whole[n]) for n in names}, dtype=dtype, **options
-    )
+    writing.write_model(out, form, spec, lambda names: {n: read(whole[n]) for n in names}, dtype=dtype, **options)
     writing.write_settings(out, form, spec, dtype=dtype, tokenizer_folder=None, special=None)
 
 

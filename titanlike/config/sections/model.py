@@ -6,7 +6,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from titanlike.config.sections.base import BelowOne, Names, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from titanlike.config.sections.base import (
+    BelowOne,
+    Names,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 
 class ExpertOverrides(Section):

@@ -39,7 +39,9 @@ def load_tokenizer(
     read, or if an override names no token.
     """
     file = _find(hf_assets_path, revision)
-    origin = Origin(hf_assets_path=hf_assets_path, revision=revision, bos_token=bos_token, eos_token=eos_token, file=file)
+    origin = Origin(
+        hf_assets_path=hf_assets_path, revision=revision, bos_token=bos_token, eos_token=eos_token, file=file
+    )
     return _kind(file)(origin)
 
 

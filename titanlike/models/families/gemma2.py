@@ -52,12 +52,12 @@ def _read(config: HubConfig) -> DecoderSpec:
     return DecoderSpec(**fields, **read_windows(config, fields, default=lambda layer: layer % 2 == 0))
 
 
-GEMMA2 = HubForm(
-    model_type="gemma2", architecture="Gemma2ForCausalLM", read=_read, write=write_gemma, names=NORMS
-)
+GEMMA2 = HubForm(model_type="gemma2", architecture="Gemma2ForCausalLM", read=_read, write=write_gemma, names=NORMS)
 
 
-def _gemma(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, ffn_dim: int, per: int) -> DecoderSpec:
+def _gemma(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, ffn_dim: int, per: int
+) -> DecoderSpec:
     """`per` is what scores are divided by the root of."""
     return DecoderSpec(
         dim=dim,

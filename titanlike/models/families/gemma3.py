@@ -34,9 +34,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     return {**write_gemma(spec), "rope_local_base_freq": spec.windowed_rope_theta}
 
 
-GEMMA3 = HubForm(
-    model_type="gemma3_text", architecture="Gemma3ForCausalLM", read=_read, write=_write, names=NORMS
-)
+GEMMA3 = HubForm(model_type="gemma3_text", architecture="Gemma3ForCausalLM", read=_read, write=_write, names=NORMS)
 
 
 def _gemma(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, **other) -> DecoderSpec:

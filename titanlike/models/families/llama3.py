@@ -11,9 +11,7 @@ from titanlike.models.spec import DecoderSpec, Family, RopeScaling, families
 
 def _read(config: HubConfig) -> DecoderSpec:
     biases = config.get("attention_bias", False)
-    return DecoderSpec(
-        **read_common(config), qkv_bias=biases, out_bias=biases, ffn_bias=config.get("mlp_bias", False)
-    )
+    return DecoderSpec(**read_common(config), qkv_bias=biases, out_bias=biases, ffn_bias=config.get("mlp_bias", False))
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:

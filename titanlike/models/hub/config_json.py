@@ -15,12 +15,46 @@ NAME = "config.json"
 
 # What speaks of other things than the function that the model computes.
 _ASIDE = frozenset(
-    "_name_or_path architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype initializer_range "
-    "model_type pretraining_tp transformers_version transformers.js_config use_cache output_router_logits "
-    "attention_dropout attn_implementation _attn_implementation cache_implementation id2label label2id "
-    "router_jitter_noise return_dict output_attentions output_hidden_states chunk_size_feed_forward "
-    "is_llama_config rope_interleaved num_labels max_window_layers aux_loss_alpha seq_aux ep_size "
-    "router_aux_loss_coef task_specific_params torchscript use_bfloat16 gradient_checkpointing".split()
+    [
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "dtype",
+        "torch_dtype",
+        "initializer_range",
+        "model_type",
+        "pretraining_tp",
+        "transformers_version",
+        "transformers.js_config",
+        "use_cache",
+        "output_router_logits",
+        "attention_dropout",
+        "attn_implementation",
+        "_attn_implementation",
+        "cache_implementation",
+        "id2label",
+        "label2id",
+        "router_jitter_noise",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "chunk_size_feed_forward",
+        "is_llama_config",
+        "rope_interleaved",
+        "num_labels",
+        "max_window_layers",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+        "router_aux_loss_coef",
+        "task_specific_params",
+        "torchscript",
+        "use_bfloat16",
+        "gradient_checkpointing",
+    ]
 )
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, [], {}, "")
 
@@ -82,13 +116,63 @@ class HubConfig:
 
 # What changes the function that is computed, of any family here: a family that doesn't read it can't have it.
 _MEANINGFUL = frozenset(
-    "attention_bias mlp_bias use_bias qkv_bias use_sliding_window sliding_window layer_types sliding_window_pattern "
-    "attn_logit_softcapping final_logit_softcapping logits_soft_cap query_pre_attn_scalar use_bidirectional_attention "
-    "num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts "
-    "shared_expert_intermediate_size decoder_sparse_step mlp_only_layers norm_topk_prob n_group topk_group topk_method "
-    "scoring_func routed_scaling_factor first_k_dense_replace moe_layer_freq q_lora_rank kv_lora_rank qk_nope_head_dim "
-    "qk_rope_head_dim v_head_dim rope_interleave rope_scaling rope_parameters rope_local_base_freq "
-    "partial_rotary_factor no_rope_layers no_rope_layer_interval clip_qkv alibi attention_multiplier "
-    "embedding_multiplier residual_multiplier logits_scaling use_qk_norm qk_layernorm quantization_config "
-    "swiglu_limit is_encoder_decoder hidden_activation hidden_act vision_config text_config".split()
+    [
+        "attention_bias",
+        "mlp_bias",
+        "use_bias",
+        "qkv_bias",
+        "use_sliding_window",
+        "sliding_window",
+        "layer_types",
+        "sliding_window_pattern",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "logits_soft_cap",
+        "query_pre_attn_scalar",
+        "use_bidirectional_attention",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "shared_expert_intermediate_size",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "norm_topk_prob",
+        "n_group",
+        "topk_group",
+        "topk_method",
+        "scoring_func",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+        "moe_layer_freq",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "rope_interleave",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_local_base_freq",
+        "partial_rotary_factor",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "clip_qkv",
+        "alibi",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "use_qk_norm",
+        "qk_layernorm",
+        "quantization_config",
+        "swiglu_limit",
+        "is_encoder_decoder",
+        "hidden_activation",
+        "hidden_act",
+        "vision_config",
+        "text_config",
+    ]
 )

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from titanlike.config import Config
+from titanlike.config import Config, assets
 from titanlike.errors import CheckpointError, ConfigError
 from titanlike.models.decoder import parameter_shapes
-from titanlike.config import assets
 from titanlike.models.hub import config_json
 from titanlike.models.hub.form import HubForm
 from titanlike.models.hub.names import Origin, Turn, origins
@@ -83,9 +82,7 @@ def _read_stacked(tensors: HubTensors, origin: Origin, box: Box) -> torch.Tensor
     return tensors.read(part.name, (entries, rows, *inner[1:]))
 
 
-def read_turned(
-    read: Callable[[Box], torch.Tensor], shape: torch.Size, box: Box, turn: Turn | None
-) -> torch.Tensor:
+def read_turned(read: Callable[[Box], torch.Tensor], shape: torch.Size, box: Box, turn: Turn | None) -> torch.Tensor:
     """A box of rows whose order is the decoder's, read from where it is the Hub's; whole units are read."""
     if turn is None:
         return read(box)

@@ -77,9 +77,13 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder / file}: can't be read as safetensors: {error}") from error
     if any(_NUMBERED.fullmatch(name) for name in there):
-        raise CheckpointError(f"{folder}: holds files of a set ({there[0]}, …) but no {INDEX}, which says what's in them")
+        raise CheckpointError(
+            f"{folder}: holds files of a set ({there[0]}, …) but no {INDEX}, which says what's in them"
+        )
     if there:
-        raise CheckpointError(f"{folder}: several files ({', '.join(there[:4])}) and no {INDEX}: which one is the model?")
+        raise CheckpointError(
+            f"{folder}: several files ({', '.join(there[:4])}) and no {INDEX}: which one is the model?"
+        )
     if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise CheckpointError(
             f"{folder}: holds pickled weights only ({', '.join(pickles[:4])}), which can run code and are never "
