@@ -146,7 +146,8 @@ def _spans_of(spans: kernels.Spans, tokens: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
-def _varlen_forward(q, k, v, queries, keys, scale, causal):
+def _varlen_forward(q, k, v, queries, keys, scale, causal, window=0):
+    assert window == 0
     assert all(t.ndim == 3 for t in (q, k, v)) and queries.offsets.dtype == keys.offsets.dtype == torch.int32
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for a, b in zip(_spans_of(queries, len(q)), _spans_of(keys, len(k)), strict=True):
@@ -156,7 +157,8 @@ def _varlen_forward(q, k, v, queries, keys, scale, causal):
     return out, lse
 
 
-def _varlen_backward(grad, q, k, v, out, lse, queries, keys, scale, causal):
+def _varlen_backward(grad, q, k, v, out, lse, queries, keys, scale, causal, window=0):
+    assert window == 0
     grads = [torch.empty_like(t) for t in (q, k, v)]
     assert lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()
     for a, b in zip(_spans_of(queries, len(q)), _spans_of(keys, len(k)), strict=True):

@@ -140,7 +140,7 @@ class Routing:
     """What a rank's layers know of their routing since the last update, added up over the ranks once a step."""
 
     def __init__(self, parts: Iterable[Decoder], mesh: Mesh):
-        self.layers = [block.moe for part in parts for block in part.layers.values() if block.moe is not None]
+        self.layers = [module for part in parts for module in part.modules() if isinstance(module, MoE)]
         self._mesh = mesh
 
     @torch.no_grad()
