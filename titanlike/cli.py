@@ -16,11 +16,12 @@ COMMANDS = {
     "config": ("titanlike.config.command", "list, copy, show, check and import configs"),
     "data": ("titanlike.data.preview", "look at the data as training sees it: preview, stats"),
     "tokenize": ("titanlike.data.tokenize", "make a token store beforehand"),
-    "checkpoint": ("titanlike.checkpoint.command", "list and verify checkpoints"),
-    "generate": ("titanlike.rollout.generate", "text from a run or a checkpoint"),
+    "checkpoint": ("titanlike.checkpoint.command", "list, verify, export and import checkpoints"),
+    "generate": ("titanlike.rollout.generate", "text from a run, a checkpoint or a model of the Hub"),
+    "evaluate": ("titanlike.evaluate.command", "perplexity on files, and tasks of lm-evaluation-harness"),
 }
 
-NOT_BUILT = ("plan", "evaluate", "report")
+NOT_BUILT = ("plan", "report")
 
 USAGE = """\
 titanlike: train language models from one TOML

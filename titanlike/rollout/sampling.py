@@ -52,11 +52,12 @@ def generate(
     *,
     stop: frozenset[int] = frozenset(),
     on_token: Callable[[int, int], None] | None = None,
+    ended: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Continues each prompt (token ids, at least one) until a stop token, which is kept, or `max_new_tokens`.
 
     Prompt and answer together must fit the model's `seq_len`; ValueError otherwise. `on_token(row, token)` is told of
-    each token as it comes.
+    each token as it comes; `ended(row, answer)` says whether an answer needs no more.
     """
     longest = max(len(p) for p in prompts)
     if min(len(p) for p in prompts) == 0:
@@ -89,6 +90,7 @@ def generate(
             row
             for row in live
             if answers[row][-1] not in stop
+            and not (ended is not None and ended(row, answers[row]))
             and len(answers[row]) < sampling.max_new_tokens
             and len(prompts[row]) + len(answers[row]) < capacity
         ]
