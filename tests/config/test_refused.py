@@ -7,6 +7,7 @@ import pytest
 from titanlike.config import Config, load_config
 from titanlike.config.keys import annotation_at
 from titanlike.config.refused import BUILT, DEFAULT_ONLY, SECTIONS, refuse_unbuilt
+from titanlike.config.shipped import shipped_configs
 
 
 def test_defaults_and_what_is_built_pass():
@@ -45,7 +46,7 @@ def test_everything_unbuilt_is_named_at_once():
     assert len(found) == 6
 
 
-@pytest.mark.parametrize("name", ["debug_model", "llama3_8b", "llama3_70b", "llama3_405b"])
+@pytest.mark.parametrize("name", shipped_configs())
 def test_shipped_configs_of_what_is_built_train(name):
     assert refuse_unbuilt(load_config([name])) == []
 

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 
+from titanlike.config import assets
 from titanlike.config.checks_parallel import split
 from titanlike.config.checks_precision import precision
 from titanlike.config.derive import batch_layout, batch_problem, degree_problem, degrees, implied_world, written_degrees
@@ -87,6 +88,49 @@ def decoder(config: Config) -> Iterator[Problem]:
                 f"{key} = {seq_len}: is longer than the {spec.max_seq_len} of model.flavor = {config.model.flavor!r}"
                 " (model.overrides.max_seq_len changes that)",
             )
+
+
+def hub(config: Config) -> Iterator[Problem]:
+    """The model that a run starts from is the one that it trains; one that is to be exported can be."""
+    chosen, key = config.checkpoint, "checkpoint.initial_load_in_hf"
+    if chosen.initial_load_in_hf_quantized and not chosen.initial_load_in_hf:
+        quantised = f"{key}_quantized"
+        yield Problem((quantised,), f"{quantised} = true: needs {key} = true")
+    if chosen.initial_load_in_hf:
+        yield from _starting_model(config)
+    if chosen.last_save_in_hf:
+        yield from _export(config)
+
+
+def _starting_model(config: Config) -> Iterator[Problem]:
+    from titanlike.models.hub.start import place_and_key, starting_model
+
+    place, key = place_and_key(config)
+    if assets.is_hub_id(place) or config.job.imports:
+        return  # not fetched for a check; its family may come by an import
+    folder = assets.local_folder(place)
+    if not folder.is_dir():
+        return  # on the machines that train it may be there, and a run that resumes needs none
+    try:
+        starting_model(config, folder)
+    except ConfigError as error:
+        yield from (Problem((key, "checkpoint.initial_load_in_hf"), text) for text in error.problems)
+
+
+def _export(config: Config) -> Iterator[Problem]:
+    from titanlike.models.spec import decoder_spec, form_of
+
+    key = "checkpoint.last_save_in_hf"
+    if not config.checkpoint.enable or config.checkpoint.load_only:
+        other = "checkpoint.load_only" if config.checkpoint.enable else "checkpoint.enable"
+        text = f"{key} = true: an export is made of the last checkpoint, and none is saved; change {other}"
+        yield Problem((key, other), text)
+    if config.job.imports:
+        return
+    try:
+        form_of(config, decoder_spec(config))
+    except ConfigError as error:
+        yield from (Problem((key, "model.overrides"), f"{key} = true: {text}") for text in error.problems)
 
 
 def data(config: Config) -> Iterator[Problem]:
@@ -254,6 +298,7 @@ def profiler(config: Config) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     decoder,
+    hub,
     data,
     recipe,
     optimizer,

@@ -98,6 +98,9 @@ def experts(config: Config, spec: DecoderSpec | None, world: int | None) -> Iter
         text = f"{EXPERT_TENSOR} = {split}: must be 1 or {TENSOR} = {section.tensor_parallel_degree}"
         yield Problem((EXPERT_TENSOR,), text)
         return
+    in_turn = "debug.moe_force_load_balance"
+    if config.debug.moe_force_load_balance and spec and spec.experts is None:
+        yield Problem((in_turn, "model.flavor"), f"{in_turn} = true: the model has no experts")
     if degree == 1 or spec is None:
         return
     if spec.experts is None:

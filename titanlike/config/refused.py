@@ -55,7 +55,6 @@ DEFAULT_ONLY = (
     "checkpoint.on_save_error",
     "comm.mode",
     "debug.check_replicas_freq",
-    "debug.moe_force_load_balance",
 )
 
 

@@ -50,6 +50,7 @@ class Router(nn.Module):
     def __init__(self, spec: DecoderSpec, experts: Experts):
         super().__init__()
         self.rule = experts
+        self.in_turn = False  # for measuring: experts are chosen one after the other, whatever the scores
         self.gate = RouterGate(spec.dim, experts.n_experts, bias=False)
 
     def forward(
@@ -66,11 +67,14 @@ class Router(nn.Module):
             wanted = scores if bias is None else scores + bias
             if rule.n_groups > 1:
                 wanted = self._of_best_groups(wanted)
-            chosen = wanted.topk(rule.top_k, -1).indices
+            chosen = self._next_ones(len(x), x.device) if self.in_turn else wanted.topk(rule.top_k, -1).indices
         weights = scores.gather(-1, chosen)
         if rule.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * rule.scale, chosen, scores, logits
+
+    def _next_ones(self, tokens: int, device: torch.device) -> torch.Tensor:
+        return (torch.arange(tokens * self.rule.top_k, device=device) % self.rule.n_experts).view(tokens, -1)
 
     def _of_best_groups(self, wanted: torch.Tensor) -> torch.Tensor:
         """Only experts of the groups whose two best add up to most (DeepSeek-AI 2024, arXiv 2412.19437, 2.1.2)."""

@@ -18,6 +18,7 @@ from titanlike.converters.activation_offload import apply_activation_offload
 from titanlike.converters.compile import apply_compile
 from titanlike.converters.low_precision import LowPrecision, low_precision
 from titanlike.models.decoder import Decoder
+from titanlike.models.moe import Router
 from titanlike.models.spec import Part, decoder_spec
 from titanlike.parallel.context import apply_context
 from titanlike.parallel.expert import apply_experts
@@ -56,6 +57,9 @@ def _build_part(config: Config, mesh: Mesh, part: Part | None, precision: LowPre
             part=part,
         )
     model.to(DTYPES[config.training.dtype])
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.in_turn = config.debug.moe_force_load_balance
     if precision:
         precision.apply(model)
     apply_experts(model, mesh)

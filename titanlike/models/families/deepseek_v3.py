@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from titanlike.models.hub.config_json import HubConfig
-from titanlike.models.hub.form import EXPERTS, HubForm, magnitude, read_common, write_scaling
+from titanlike.models.hub.form import EXPERTS, HubForm, read_common, sharpened_scale, sharpening, write_sharpened
 from titanlike.models.spec import DecoderSpec, Experts, Family, Latent, RopeScaling, families
 
 _NAMES = {
@@ -58,36 +58,15 @@ def _read(config: HubConfig) -> DecoderSpec:
     biases = config.get("attention_bias", False)
     fields = read_common(config) | {"head_dim": latent.nope_dim + latent.rope_dim}
     fields["n_kv_heads"] = fields["n_heads"]
-    fields["attention_scale"] = _scale(fields["head_dim"], fields["rope_scaling"], _sharpening(config))
+    fields["attention_scale"] = sharpened_scale(fields["head_dim"], fields["rope_scaling"], sharpening(config))
     return DecoderSpec(**fields, latent=latent, experts=experts, qkv_bias=biases, out_bias=biases)
-
-
-def _sharpening(config: HubConfig) -> float:
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return found.get("mscale_all_dim") or 0.0
-
-
-def _scale(head_dim: int, scaling: RopeScaling | None, weight: float) -> float | None:
-    """YaRN's sharpening of attention is put into the scale of scores here."""
-    if scaling is None or not weight:
-        return None
-    return head_dim**-0.5 * magnitude(scaling.factor, weight) ** 2
-
-
-def _write_scaling(spec: DecoderSpec) -> dict[str, Any]:
-    scaling = write_scaling(spec.rope_scaling)
-    if scaling is None or spec.attention_scale is None:
-        return {}
-    sharpened = (spec.attention_scale * spec.head_dim**0.5) ** 0.5
-    weight = round((sharpened - 1) / (magnitude(scaling["factor"], 1.0) - 1), 9)
-    return {"rope_scaling": {**scaling, "mscale": weight, "mscale_all_dim": weight}}
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:
     assert spec.latent is not None and spec.experts is not None
     latent, experts = spec.latent, spec.experts
     return {
-        **_write_scaling(spec),
+        **write_sharpened(spec),
         "q_lora_rank": latent.query_rank,
         "kv_lora_rank": latent.kv_rank,
         "qk_nope_head_dim": latent.nope_dim,
@@ -116,34 +95,18 @@ DEEPSEEK_V3 = HubForm(
     model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM", read=_read, write=_write, names=_NAMES
 )
 
-_LATENT = {"kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
 _YARN = RopeScaling(kind="yarn", factor=40.0, original_max_seq_len=4096)
 
 
-def _deepseek(dim: int, n_layers: int, n_heads: int, ffn_dim: int, query_rank: int | None, **other) -> DecoderSpec:
+def _flavor(dense: int, latent: dict[str, Any], experts: dict[str, Any], **sizes: Any) -> DecoderSpec:
+    rule = {"score": "sigmoid", "n_shared": 1, "scale": 2.5, "bias": True, "balance_loss": 1e-4, **experts}
     return DecoderSpec(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        head_dim=192,
-        ffn_dim=ffn_dim,
+        n_kv_heads=sizes["n_heads"],
+        head_dim=latent["nope_dim"] + latent["rope_dim"],
         norm_eps=1e-6,
-        latent=Latent(query_rank=query_rank, **_LATENT),
-        **other,
-    )
-
-
-def _experts(n_experts: int, top_k: int, ffn_dim: int, n_shared: int, dense: int, **other) -> Experts:
-    kinds = {"score": "sigmoid", "bias": True, "balance_loss": 1e-4}
-    return Experts(
-        n_experts=n_experts,
-        top_k=top_k,
-        ffn_dim=ffn_dim,
-        n_shared=n_shared,
-        dense_layers=tuple(range(dense)),
-        **kinds,
-        **other,
+        latent=Latent(**latent),
+        experts=Experts(**rule, dense_layers=tuple(range(dense))),
+        **sizes,
     )
 
 
@@ -153,44 +116,22 @@ deepseek_v3 = families.register("deepseek_v3")(
         hub=(DEEPSEEK_V3,),
         flavors={
             # Everything that the real one has, small enough for a laptop.
-            "debugmodel": DecoderSpec(
-                dim=128,
-                n_layers=4,
-                n_heads=4,
-                n_kv_heads=4,
-                head_dim=48,
-                ffn_dim=352,
-                vocab_size=1024,
-                max_seq_len=2048,
-                norm_eps=1e-6,
+            "debugmodel": _flavor(
+                1,
+                {"query_rank": 64, "kv_rank": 48, "nope_dim": 32, "rope_dim": 16, "value_dim": 32},
+                {"n_experts": 12, "top_k": 3, "ffn_dim": 96, "n_groups": 4, "top_groups": 2},
+                **{"dim": 128, "n_layers": 4, "n_heads": 4, "ffn_dim": 352, "vocab_size": 1024, "max_seq_len": 2048},
                 rope_theta=1e4,
-                latent=Latent(query_rank=64, kv_rank=48, nope_dim=32, rope_dim=16, value_dim=32),
-                experts=_experts(12, 3, 96, 1, 1, scale=2.5, n_groups=4, top_groups=2),
             ),
-            "671B": _deepseek(
-                7168,
-                61,
-                128,
-                18432,
-                1536,
-                vocab_size=129280,
+            "671B": _flavor(
+                3,
+                {"query_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128},
+                {"n_experts": 256, "top_k": 8, "ffn_dim": 2048, "n_groups": 8, "top_groups": 4},
+                **{"dim": 7168, "n_layers": 61, "n_heads": 128, "ffn_dim": 18432, "vocab_size": 129280},
                 max_seq_len=163840,
                 rope_theta=1e4,
                 rope_scaling=_YARN,
-                attention_scale=_scale(192, _YARN, 1.0),
-                experts=_experts(256, 8, 2048, 1, 3, scale=2.5, n_groups=8, top_groups=4),
-            ),
-            # Moonshot's Moonlight (arXiv 2502.16982), of the same form.
-            "moonlight-16B": _deepseek(
-                2048,
-                27,
-                16,
-                11264,
-                None,
-                vocab_size=163840,
-                max_seq_len=8192,
-                rope_theta=5e4,
-                experts=_experts(64, 6, 1408, 2, 1, scale=2.446),
+                attention_scale=sharpened_scale(192, _YARN, 1.0),
             ),
         },
     )

@@ -167,7 +167,6 @@ _MEANINGFUL = frozenset(
         "logits_scaling",
         "use_qk_norm",
         "qk_layernorm",
-        "quantization_config",
         "swiglu_limit",
         "is_encoder_decoder",
         "hidden_activation",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlike.models.hub.config_json import HubConfig
+from titanlike.models.hub.quantised import blocks_of
 
 if TYPE_CHECKING:
     from titanlike.models.spec import DecoderSpec, RopeScaling
@@ -64,6 +65,7 @@ class HubForm:
     def spec(self, config: HubConfig) -> DecoderSpec:
         """The decoder of a config.json. Raises ConfigError by the name of each key that asks for something else."""
         spec = self.read(config)
+        blocks_of(config)
         config.finish()
         return spec
 
@@ -190,6 +192,29 @@ def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return {**found, "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     found |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     return {**found, "attention_factor": scaling.attention_factor, "truncate": scaling.whole_pairs}
+
+
+def sharpening(config: HubConfig) -> float:
+    """YaRN's `mscale_all_dim`, by which DeepSeek's models scale their scores; 0 if there is none."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return found.get("mscale_all_dim") or 0.0
+
+
+def sharpened_scale(head_dim: int, scaling: RopeScaling | None, weight: float) -> float | None:
+    """The scale of scores with that in it; None where it is the usual one."""
+    if scaling is None or not weight:
+        return None
+    return head_dim**-0.5 * magnitude(scaling.factor, weight) ** 2
+
+
+def write_sharpened(spec: DecoderSpec) -> dict[str, Any]:
+    """`rope_scaling` of config.json with the weight that a scale of scores was made with."""
+    scaling = write_scaling(spec.rope_scaling)
+    if scaling is None or spec.attention_scale is None:
+        return {}
+    sharpened = (spec.attention_scale * spec.head_dim**0.5) ** 0.5
+    weight = round((sharpened - 1) / (magnitude(scaling["factor"], 1.0) - 1), 9)
+    return {"rope_scaling": {**scaling, "mscale": weight, "mscale_all_dim": weight}}
 
 
 def read_windows(config: HubConfig, spec: dict[str, Any], *, default: Callable[[int], bool]) -> dict[str, Any]:

@@ -14,14 +14,16 @@ from pathlib import Path
 import torch
 
 from titanlike.config import Config, assets
-from titanlike.errors import CheckpointError, ConfigError
+from titanlike.errors import CheckpointError
 from titanlike.models.decoder import parameter_shapes
-from titanlike.models.hub import config_json
+from titanlike.models.hub.config_json import HubConfig
 from titanlike.models.hub.form import HubForm
 from titanlike.models.hub.names import Origin, Turn, origins
+from titanlike.models.hub.quantised import blocks_of
+from titanlike.models.hub.start import place_and_key, starting_model
 from titanlike.models.hub.tensors import Box, HubTensors, some
 from titanlike.models.initial import Shard, Source
-from titanlike.models.spec import DecoderSpec, decoder_spec, differences, folder_form
+from titanlike.models.spec import DecoderSpec
 
 logger = logging.getLogger("titanlike")
 
@@ -34,9 +36,10 @@ def hub_source(folder: Path, form: HubForm, spec: DecoderSpec, shapes: Mapping[s
 
     Raises CheckpointError unless the folder holds exactly this model.
     """
-    tensors = HubTensors(folder)
+    config = HubConfig.of_folder(folder)
+    tensors = HubTensors(folder, blocks_of(config))
     wanted = origins(form, spec, shapes)
-    _check(tensors, spec, wanted, shapes)
+    _check(tensors, spec, wanted, shapes, further=config.get("num_nextn_predict_layers", 0))
 
     return lambda shard: read_origin(tensors, wanted[shard.name], shard)
 
@@ -52,22 +55,12 @@ def read_origin(tensors: HubTensors, origin: Origin, shard: Shard) -> torch.Tens
 def configured_source(config: Config) -> Source:
     """What a run with checkpoint.initial_load_in_hf starts from.
 
-    Raises ConfigError if the folder's config.json describes another model than the run trains.
+    Raises ConfigError as `starting_model`, CheckpointError as `hub_source`.
     """
-    place, key = config.checkpoint.initial_load_path, "checkpoint.initial_load_path"
-    if place is None:
-        place, key = config.model.hf_assets_path, assets.KEY
+    place, key = place_and_key(config)
     folder = assets.local_folder(place, config.model.hf_revision, weights=True, key=key)
     assets.say_what_is_never_run(folder)
-    if not (folder / config_json.NAME).is_file():
-        raise ConfigError(f"{key} = {place!r}: has no config.json (checkpoint.initial_load_in_hf starts from a model)")
-    form, theirs = folder_form(folder)
-    spec = decoder_spec(config)
-    if changes := differences(theirs, spec):
-        raise ConfigError(
-            f"{folder / config_json.NAME}: is of another model than model.flavor and model.overrides ask for: "
-            f"{'; '.join(changes)}; leave model.flavor out to take the model as it is"
-        )
+    form, spec = starting_model(config, folder)
     return hub_source(folder, form, spec, parameter_shapes(spec))
 
 
@@ -111,8 +104,14 @@ def _reorder(x: torch.Tensor, turn: Turn, sides: tuple[int, int]) -> torch.Tenso
 
 
 def _check(
-    tensors: HubTensors, spec: DecoderSpec, wanted: Mapping[str, Origin], shapes: Mapping[str, torch.Size]
+    tensors: HubTensors,
+    spec: DecoderSpec,
+    wanted: Mapping[str, Origin],
+    shapes: Mapping[str, torch.Size],
+    *,
+    further: int,
 ) -> None:
+    """`further` layers behind the decoder's are left aside: they predict tokens beyond the next."""
     there = tensors.names()
     problems, used, missing = [], set(), []
     for name, origin in wanted.items():
@@ -128,6 +127,10 @@ def _check(
     if spec.tied_head and "lm_head.weight" in left:
         logger.info("%s: holds a head although config.json ties it to the embedding; left aside", tensors.folder)
         left.discard("lm_head.weight")
+    layers = {f"model.layers.{spec.n_layers + n}." for n in range(further)}
+    if beyond := {name for name in left if name.startswith(tuple(layers))}:
+        logger.info("%s: %d layers that predict further tokens are left aside", tensors.folder, further)
+        left -= beyond
     if left:
         problems.append(f"holds what this model has no place for: {some(sorted(left))}")
     if problems:

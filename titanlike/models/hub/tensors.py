@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from titanlike.errors import CheckpointError
+from titanlike.models.hub.quantised import SCALE, Blocks, dequantised, scale_shape
 
 logger = logging.getLogger("titanlike")
 
@@ -24,25 +25,52 @@ Box = tuple[slice, ...]
 
 
 class HubTensors:
-    """All tensors of a folder by name. Files are mapped, not read; raises CheckpointError for what doesn't fit."""
+    """All tensors of a folder by name. Files are mapped, not read; raises CheckpointError for what doesn't fit.
 
-    def __init__(self, folder: Path):
+    With `blocks`, tensors that have scales beside them are read as what they stand for.
+    """
+
+    def __init__(self, folder: Path, blocks: Blocks | None = None):
         self.folder = folder
+        self._blocks = blocks
         self._file_of = _files_by_tensor(folder)
         self._opened: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
         _check_presence(folder, self._file_of, self._open)
+        self._scaled = {n.removesuffix(SCALE) for n in self._file_of if n.endswith(SCALE)} if blocks else set()
+        self._check_scales()
 
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._file_of) - {name + SCALE for name in self._scaled}
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A tensor, or of it a box of some rows and columns; in the file's own type."""
-        found = self._slice(name)
-        return found[box] if box else self._open(self._file_of[name]).get_tensor(name)
+        box = box or tuple(slice(0, n) for n in self.shape(name))
+        found = self._slice(name)[box] if box else self._open(self._file_of[name]).get_tensor(name)
+        if name not in self._scaled:
+            return found
+        assert self._blocks is not None
+        rows, columns = box
+        return dequantised(found, (rows, columns), self._slice(name + SCALE), self._blocks)
+
+    def _check_scales(self) -> None:
+        if self._blocks is None:
+            return
+        problems = []
+        for name in sorted(self._scaled):
+            if name not in self._file_of:
+                problems.append(f"{name + SCALE} has no {name}")
+            elif len(self.shape(name)) != 2 or self.shape(name + SCALE) != scale_shape(self.shape(name), self._blocks):
+                shapes = f"{self.shape(name + SCALE)} for {self.shape(name)}"
+                problems.append(f"{name + SCALE} doesn't fit blocks of {self._blocks}: {shapes}")
+        bare = [name for name in self.names() - self._scaled if self._slice(name).get_dtype().startswith("F8")]
+        if bare:
+            problems.append(f"no scales beside {some(sorted(bare))}")
+        if problems:
+            raise CheckpointError(f"{self.folder}: quantised weights that can't be read: {'; '.join(problems[:12])}")
 
     def _slice(self, name: str) -> Any:
         if name not in self._slices:

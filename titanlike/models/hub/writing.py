@@ -60,14 +60,15 @@ def write_model(
     """Writes this rank's share of the tensors' files into a folder that is there; rank 0 also the index."""
     shapes = parameter_shapes(spec)
     known = origins(form, spec, shapes)
-    files = _plan(known, shapes, dtype.itemsize, shard_bytes)
+    files = _plan(known, shapes, dtype, shard_bytes)
     names = _file_names(len(files))
     for name, file in list(zip(names, files, strict=True))[rank::world]:
         values = read(file.parameters)
         tensors = {}
         for parameter in file.parameters:
-            tensors.update(_on_the_hub(known[parameter], values[parameter], dtype))
+            tensors.update(_on_the_hub(known[parameter], values[parameter], _type_of(parameter, dtype)))
         save_file(tensors, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(folder.stat().st_mode & 0o666)  # the library's own files are their writer's alone
     if rank == 0 and len(files) > 1:
         index = {
             "metadata": {"total_size": sum(file.size for file in files)},
@@ -76,12 +77,17 @@ def write_model(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _type_of(parameter: str, dtype: torch.dtype) -> torch.dtype:
+    """That in which a parameter is written: routing biases move by less than 16 bits can hold."""
+    return torch.float32 if parameter.endswith(".expert_bias") else dtype
+
+
 def _plan(
-    known: Mapping[str, Origin], shapes: Mapping[str, torch.Size], itemsize: int, shard_bytes: int
+    known: Mapping[str, Origin], shapes: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: int
 ) -> list[_File]:
     files = [_File()]
     for parameter, origin in known.items():
-        each = shapes[parameter].numel() * itemsize // len(origin.names)
+        each = shapes[parameter].numel() * _type_of(parameter, dtype).itemsize // len(origin.names)
         if files[-1].sizes and files[-1].size + each * len(origin.names) > shard_bytes:
             files.append(_File())
         files[-1].parameters.append(parameter)
