@@ -6,6 +6,7 @@ import pytest
 
 from titanlike.config import load_config
 from titanlike.errors import ConfigError
+from titanlike.models.spec import decoder_spec
 
 
 def problems(*argv: str, world: int | None = None) -> list[str]:
@@ -108,6 +109,45 @@ def test_pipeline_microbatches_divide_the_local_batch():
 def test_more_stages_than_layers():
     (problem,) = problems("--parallelism.pipeline_parallel_degree=100")
     assert "layers" in problem
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "overrides", "head_dim"),
+    [
+        ("llama3", "debugmodel", ["dim=64"], 16),
+        ("llama3", "debugmodel", ["dim=64", "head_dim=24"], 24),
+        ("qwen3", "0.6B", ["dim=512"], 128),
+        ("deepseek_v3", "debugmodel", ["dim=64"], 48),
+    ],
+)
+def test_a_width_changes_heads_only_where_they_make_it_up(family, flavor, overrides, head_dim):
+    words = [f"--model.name={family}", f"--model.flavor={flavor}", *(f"--model.overrides.{word}" for word in overrides)]
+    assert decoder_spec(load_config(words)).head_dim == head_dim
+
+
+def test_heads_of_latent_attention_are_two_parts():
+    (problem,) = problems("--model.name=deepseek_v3", "--model.flavor=debugmodel", "--model.overrides.head_dim=40")
+    assert "model.overrides.head_dim = 40: latent attention has heads of 32 + 16" in problem
+
+
+def test_experts_are_asked_for_where_there_are_some():
+    (problem,) = problems("--model.overrides.experts.top_k=2")
+    assert "model.overrides.experts: llama3 debugmodel has no experts" in problem
+    (problem,) = problems("--debug.moe_force_load_balance")
+    assert "debug.moe_force_load_balance = true: the model has no experts" in problem
+
+
+def test_starting_from_the_hubs_form_and_exporting(tmp_path):
+    (problem,) = problems("--checkpoint.initial_load_in_hf_quantized")
+    assert "needs checkpoint.initial_load_in_hf = true" in problem
+    (problem,) = problems("--checkpoint.initial_load_in_hf", f"--model.hf_assets_path={tmp_path}")
+    assert "has no config.json" in problem
+    load_config(["--checkpoint.initial_load_in_hf", f"--model.hf_assets_path={tmp_path / 'elsewhere'}"])
+    for other in ("--checkpoint.enable=false", "--checkpoint.load_only"):
+        (problem,) = problems("--checkpoint.last_save_in_hf", other)
+        assert "checkpoint.last_save_in_hf = true" in problem and other[2:].split("=")[0] in problem
+    (problem,) = problems("--checkpoint.last_save_in_hf", "--model.overrides.logit_softcap=30")
+    assert "config.json of llama can't say all of this model: logit_softcap" in problem
 
 
 def test_update_in_backward_and_clipping():

@@ -102,6 +102,12 @@ def test_architecture_shows_the_tree():
         assert folders <= {"titanlike", *(name.rstrip("/") for name in beside)}
 
 
+def test_models_lists_families_and_flavors():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", BY_NAME["models.md"].read_text("utf-8"), re.MULTILINE)
+    listed = {name: re.findall(r"`([^`]+)`", flavors) for name, flavors in rows}
+    assert listed == {name: list(families.get(name).flavors) for name in families.names()}
+
+
 def test_changelog_lists_what_is_refused():
     """Both ways: nothing that is refused is left out, nothing that is built is called unbuilt."""
     text = BY_NAME["CHANGELOG.md"].read_text("utf-8").split("## Not yet")[1]
@@ -138,9 +144,3 @@ def test_numerics_shows_the_schedule():
     }
     for name, schedule in schedules.items():
         assert rows[name] == pytest.approx([schedule.factor(step) for step in rows["step"]], abs=6e-4), name
-
-
-def test_readme_names_the_flavors():
-    flavors = families.get("llama3").flavors
-    text = BY_NAME["README.md"].read_text("utf-8")
-    assert all(name in text for name in flavors if not name.startswith(("3.0", "debug")))

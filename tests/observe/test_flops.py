@@ -6,9 +6,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlike.models import moe
 from titanlike.models.decoder import Decoder
 from titanlike.models.families.llama3 import llama3
-from titanlike.models.spec import DecoderSpec
+from titanlike.models.initial import initial_values, materialise
+from titanlike.models.spec import DecoderSpec, families
 from titanlike.observe.flops import flops_per_token
 
 BATCH, SEQ_LEN = 2, 64
@@ -34,6 +36,22 @@ def test_the_formula_agrees_with_the_flop_counter(name):
     of_weights = flops_per_token(spec, seq_len=0)
     attention_forward = (flops_per_token(spec, SEQ_LEN) - of_weights) // 3
     assert counter.get_total_flops() == BATCH * SEQ_LEN * (of_weights - 6 * norms + attention_forward)
+
+
+@pytest.mark.parametrize(("family", "flavor"), [("qwen3", "debugmodel_moe"), ("deepseek_v3", "debugmodel")])
+def test_of_experts_those_count_that_a_token_goes_to(monkeypatch, family, flavor):
+    """All matrix products of a real step but attention's."""
+    monkeypatch.setattr(moe, "_takes_groups", lambda _: False)  # the counter doesn't know the grouped product
+    spec = families.get(family).flavors[flavor]
+    model = Decoder(spec, seq_len=SEQ_LEN, loss="logits")
+    materialise(model, "cpu", initial_values(model, 0))
+    tokens = torch.arange(BATCH * SEQ_LEN).view(BATCH, SEQ_LEN)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens, reduction="sum").backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for operator, n in counts.items() if operator in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    assert products == BATCH * SEQ_LEN * (flops_per_token(spec, seq_len=0) - 6 * norms)
 
 
 @pytest.mark.parametrize("name", SPECS)

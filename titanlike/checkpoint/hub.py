@@ -78,18 +78,17 @@ def export_checkpoint(
     agree.from_first(finish, group)
 
 
-def import_model(source: str, out: Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> Path:
+def import_model(source: str, out: Path, *, revision: str | None = None, dtype: torch.dtype = torch.float32) -> Path:
     """Writes a model in the Hub's form as a checkpoint of step 0 under `out`; one tensor in memory at a time.
 
-    `dtype` None keeps the file's. Returns the step's folder. It is for checkpoint.initial_load_path and for generating.
+    Returns the step's folder. It is for checkpoint.initial_load_path and for generating.
     """
     folder = assets.local_folder(source, revision, weights=True, key="HF")
     assets.say_what_is_never_run(folder)
     form, spec = folder_form(folder)
     shapes = parameter_shapes(spec)
     read = hub_source(folder, form, spec, shapes)
-    stored = dtype or torch.float32
-    tensors = {name: torch.empty(shape, dtype=stored, device="meta") for name, shape in shapes.items()}
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     step = folders.step_folder(out, 0)
     if step.exists():
         raise CheckpointError(f"{step}: is there already; name another folder, or move it away")
@@ -111,7 +110,7 @@ def import_model(source: str, out: Path, *, revision: str | None = None, dtype: 
 
     texts = {loading.STATE: "{}", loading.CONFIG: dump_toml(config)}
     writer = storage.Writer(step, step=0, texts=texts, describe=describe, staged=True)
-    planner = _Arriving(tensors, lambda name: _whole(read, name, shapes[name]).to(stored))
+    planner = _Arriving(tensors, lambda name: _whole(read, name, shapes[name]).to(dtype))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)

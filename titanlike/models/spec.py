@@ -157,6 +157,9 @@ class DecoderSpec:
         ]
         if not found and self.n_heads % self.n_kv_heads:
             found.append(f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}")
+        if self.latent and self.head_dim != self.latent.nope_dim + self.latent.rope_dim:
+            parts = f"{self.latent.nope_dim} + {self.latent.rope_dim}"
+            found.append(f"head_dim = {self.head_dim}: latent attention has heads of {parts}")
         if self.rope_dim % 2:
             found.append(f"head_dim = {self.head_dim}: must be even for rotary embeddings")
         if not 0 <= self.dropout < 1:
@@ -267,7 +270,8 @@ def decoder_spec(config: Config) -> DecoderSpec:
     """
     named = _named_spec(config)
     overrides = config.model.overrides.model_dump(exclude_none=True)
-    if "head_dim" not in overrides and {"dim", "n_heads"} & overrides.keys():
+    follows = named.latent is None and named.head_dim * named.n_heads == named.dim  # else it is a size of its own
+    if follows and "head_dim" not in overrides and {"dim", "n_heads"} & overrides.keys():
         dim, heads = overrides.get("dim", named.dim), overrides.get("n_heads", named.n_heads)
         if heads > 0 and dim % heads:
             raise ConfigError(
