@@ -10,7 +10,7 @@ import torch
 
 from tests.parity.layouts import config as parity_config
 from titanlike.errors import ConfigError
-from titanlike.optim import optimizers
+from titanlike.optim import low_bit, optimizers
 from titanlike.optim.low_bit import Blocks, format_named
 
 ao = pytest.importorskip("torchao.optim")
@@ -22,12 +22,14 @@ def config(name: str, **parallelism: int) -> dict:
     return parity_config(optimizer={"name": name, "lr": 1e-3}, parallelism=parallelism)
 
 
+@pytest.mark.parametrize("at_once", [1300, 1 << 16])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_update_is_torchaos_to_the_bit(make_config, monkeypatch, name):
+def test_the_update_is_torchaos_to_the_bit(make_config, monkeypatch, name, at_once):
     """Rows of whole blocks, where ours lie as torchao's; two groups, a rate that changes, a small parameter."""
+    monkeypatch.setattr(low_bit, "_CHUNK", at_once)  # elements: five rows and a remainder of the first parameter
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # torchao's would take a minute
     g = torch.Generator().manual_seed(0)
-    shapes = ((16, 256), (32, 512), (7,))
+    shapes = ((16, 256), (5, 6, 512), (7,))
     start = [torch.randn(shape, generator=g) for shape in shapes]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
 

@@ -18,6 +18,7 @@ from titanlike.config import Config
 from titanlike.errors import ConfigError
 
 _FEWEST = 4096  # elements; what has fewer costs little in float32 (as torchao, and bitsandbytes before it)
+_CHUNK = 1 << 16  # elements that are updated at once without a compiler
 _SMALLEST = 32  # elements of a block; of smaller ones the scales weigh more than is saved
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
@@ -35,6 +36,14 @@ class Format:
     ) -> torch.Tensor:
         options: dict[str, Any] = {} if self._is_float8 else {"signed": signed}
         return self.kind.zeros(shape, block_size=block, device=device, dtype=torch.float32, **options)
+
+    def of(self, whole: Any, codes: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """A part of a moment, from its flat codes and scales."""
+        if self._is_float8:
+            return self.kind(codes.view(shape), scale, dtype=whole.dtype)
+        if self.packed == 1:
+            return self.kind(codes.view(shape), scale, whole.qmap, whole.signed, dtype=whole.dtype)
+        return self.kind(codes, scale, whole.qmap, whole.signed, shape, dtype=whole.dtype)
 
     @property
     def _is_float8(self) -> bool:
@@ -92,6 +101,16 @@ class Blocks:
             return torch.zeros_like(shard, dtype=torch.float32)
         return self.format.zeros(shard.shape, signed, self.block, shard.device)
 
+    def rows(self, moment: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Some rows of a moment, in its memory. Blocks never cross rows."""
+        if not self.block:
+            return moment[first:last]
+        kept: Any = moment
+        width = moment.shape[1:].numel()
+        flat = kept.codes.view(-1)[first * width // self.format.packed : last * width // self.format.packed]
+        scale = kept.scale[first * width // self.block : last * width // self.block]
+        return self.format.of(kept, flat, scale, (last - first, *moment.shape[1:]))
+
     def parts(self, moment: torch.Tensor) -> dict[str, tuple[torch.Tensor, int]]:
         """What is stored of a moment, in its memory: by name, a tensor and how many elements one of its stands for."""
         *rows, columns = moment.shape
@@ -132,6 +151,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                 blocks = self.blocks[shard] = Blocks.of(parameter, format)
                 moments = {name: blocks.zeros(shard, signed) for name, signed in SIGNED.items()}
                 self.state[shard] = {"step": torch.zeros(()), **moments}
+        self._compiled = compiled
         self._update = _update(config.compile.backend if compiled else None)
 
     @torch.no_grad()
@@ -148,12 +168,31 @@ class LowBitAdamW(torch.optim.Optimizer):
         state["step"] += 1
         if not shard.numel():
             return
+        weight, moments = shard.detach(), [state[name] for name in SIGNED]
+        if self._compiled or shard.ndim < 2:
+            self._update_rows(weight, shard.grad, moments, state["step"], group, rate)
+            return
+        # The update has some thirty intermediate results: a few rows at a time they stay in cache.
+        blocks, count = self.blocks[shard], max(1, _CHUNK // shard[0].numel())
+        for first in range(0, len(shard), count):
+            last = min(first + count, len(shard))
+            parts = [blocks.rows(moment, first, last) for moment in moments]
+            self._update_rows(weight[first:last], shard.grad[first:last], parts, state["step"], group, rate)
+
+    def _update_rows(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: list[torch.Tensor],
+        step: torch.Tensor,
+        group: dict,
+        rate: torch.Tensor,
+    ) -> None:
         self._update(
-            shard.detach(),
-            shard.grad,
-            state["step"],
-            state["exp_avg"],
-            state["exp_avg_sq"],
+            weight,
+            gradient,
+            step,
+            *moments,
             None,  # no maximum of the second moment
             rate,
             *group["betas"],
