@@ -123,13 +123,14 @@ def test_command(capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (["--file", "nosuch.jsonl"], 3, "nosuch.jsonl"),
+        (["--file", "nosuch.jsonl"], 3, "--file = 'nosuch.jsonl': no such file"),
+        (["--dataset", "c5"], 2, "c5"),
         (
             ["--file", str(TEXTS), "--seq-len", "64", "--stride", "64"],
             2,
             "--stride 64: must be less",
         ),
-        (["--file", str(TEXTS), "--text-column", "body"], 3, "body"),
+        (["--file", str(TEXTS), "--text-column", "body"], 3, "no field 'body' (--text-column)"),
     ],
 )
 def test_what_it_says_of_mistakes(capsys, argv, code, words):

@@ -35,7 +35,7 @@ def test_the_update_is_torchaos_to_the_bit(make_config, monkeypatch, name, at_on
 
     def groups(parameters):
         both = (parameters[:2], 0.1), (parameters[2:], 0.0)
-        return [{"params": ps, "of": ps, "weight_decay": decay} for ps, decay in both]
+        return [{"params": ps, "of": ps, "names": ["p"] * len(ps), "weight_decay": decay} for ps, decay in both]
 
     built = optimizers.optimizers.get(name, "")(groups(ours), make_config(optimizer={"name": name, **LEARNING}))
     want = getattr(ao, name)(groups(theirs), lr=0.0, betas=(0.9, 0.95), eps=1e-6)
@@ -62,7 +62,9 @@ def test_eight_bits_are_near_adamw(make_config):
     for name in ("AdamW", "AdamW8bit"):
         p = torch.nn.Parameter(torch.zeros(64, 256))
         chosen = make_config(optimizer={"name": name, "lr": 0.02})
-        built = optimizers.optimizers.get(name, "")([{"params": [p], "of": [p], "weight_decay": 0.0}], chosen)
+        built = optimizers.optimizers.get(name, "")(
+            [{"params": [p], "of": [p], "names": ["p"], "weight_decay": 0.0}], chosen
+        )
         for _ in range(40):
             p.grad = p.detach() - target
             built.step()
@@ -240,7 +242,7 @@ def test_compiling_it_is_its_own_affair(make_config, monkeypatch):
             optimizer={"name": "AdamW8bit", **LEARNING},
             compile={"enable": True, "components": components, "backend": "aot_eager"},
         )
-        built = optimizers._low_bit([{"params": [p], "of": [p]}], chosen)
+        built = optimizers._low_bit([{"params": [p], "of": [p], "names": ["p"]}], chosen)
         for _ in range(3):
             p.grad = p.detach() ** 3
             built.step()

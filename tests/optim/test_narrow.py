@@ -68,7 +68,7 @@ def test_the_update_is_torchs_in_float32(make_config, name, weights, state):
     if weights == state:
         chosen["stochastic_rounding"] = True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("titanlike.optim.narrow.round_at_random", lambda narrow, wide, of, key: narrow.copy_(wide))
+            patch.setattr("titanlike.optim.narrow.round_at_random", lambda narrow, wide, *_: narrow.copy_(wide))
             found = follow(
                 make_config, 5, Small(stored), optimizer={**chosen, "state_dtype": state}, training={"dtype": weights}
             )

@@ -1,4 +1,4 @@
-"""`titanlike evaluate PATH --file FILE | --tasks NAMES`: how good a model is.
+"""`titanlike evaluate PATH --file FILE | --dataset NAME | --tasks NAMES`: how good a model is.
 
 Perplexity on the documents of files, and tasks of lm-evaluation-harness (an extra: pip install 'titanlike[eval]').
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from titanlike.config.sections.data import Data
 from titanlike.data.sources import open_source
-from titanlike.errors import ConfigError
+from titanlike.errors import ConfigError, DataError
 from titanlike.evaluate.perplexity import Perplexity, Window, perplexity
 from titanlike.rollout import trained
 
@@ -28,6 +28,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     texts = parser.add_argument_group("perplexity")
     texts.add_argument("--file", action="append", help="JSONL, JSON, text or parquet, compressed or not, or a folder")
+    texts.add_argument("--dataset", action="append", help="a data set by name, as data.dataset")
     texts.add_argument("--text-column", default="text", help="the records' field that holds the text (default text)")
     texts.add_argument("--documents", type=int, help="only so many documents")
     texts.add_argument("--stride", type=int, help="tokens that each further window of a document scores")
@@ -38,8 +39,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     tasks.add_argument("--limit", type=int, help="only so many questions a task")
     tasks.add_argument("--include-path", help="folder with task files of your own")
     arguments = parser.parse_args(argv)
-    if not arguments.file and not arguments.tasks:
-        parser.error("nothing to evaluate on: name texts by --file, or tasks by --tasks")
+    if not (arguments.file or arguments.dataset or arguments.tasks):
+        parser.error("nothing to evaluate on: name texts by --file or --dataset, or tasks by --tasks")
     for name in ("seq_len", "batch_tokens", "documents", "stride", "limit"):
         value = getattr(arguments, name)
         if value is not None and value < (2 if name == "seq_len" else 1):
@@ -54,10 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, tokenizer, config = trained.load_model(arguments.path, arguments.seq_len, arguments.imports)
     add_bos = config.data.add_bos and tokenizer.bos_id is not None
     found: dict[str, Any] = {"path": str(arguments.path)}
-    if arguments.file:
+    if arguments.file or arguments.dataset:
         window = _window(arguments, model.seq_len)
         result = perplexity(
-            model, tokenizer, _texts(arguments), window, add_bos=add_bos, batch_tokens=arguments.batch_tokens
+            model,
+            tokenizer,
+            itertools.islice(_texts(arguments), arguments.documents),
+            window,
+            add_bos=add_bos,
+            batch_tokens=arguments.batch_tokens,
         )
         found |= _as_json(result, window)
     if arguments.tasks:
@@ -84,9 +90,15 @@ def _window(arguments: argparse.Namespace, seq_len: int) -> Window:
 
 
 def _texts(arguments: argparse.Namespace) -> Iterator[str]:
-    sources = (open_source(Data(path=place, text_column=arguments.text_column)) for place in arguments.file)
-    texts = (document.text for source in sources for document in source.documents())
-    return itertools.islice(texts, arguments.documents)
+    column = arguments.text_column
+    places = [Data(path=[place], text_column=column) for place in arguments.file or ()]
+    places += [Data(dataset=name, text_column=column) for name in arguments.dataset or ()]
+    try:
+        for place in places:
+            yield from (document.text for document in open_source(place).documents())
+    except DataError as error:
+        text = str(error).replace("data.path", "--file").replace("data.text_column", "--text-column")
+        raise DataError(text) from None
 
 
 def _as_json(result: Perplexity, window: Window) -> dict[str, Any]:

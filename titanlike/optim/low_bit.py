@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlike.config import Config
 from titanlike.errors import ConfigError
+from titanlike.optim.narrow import Storage
 
 _FEWEST = 4096  # elements; what has fewer costs little in float32 (as torchao, and bitsandbytes before it)
 _CHUNK = 1 << 16  # elements that are updated at once without a compiler
@@ -138,7 +139,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     8 bits: Dettmers et al. 2022, arXiv 2110.02861; 4 bits: Li et al. 2023, arXiv 2309.01507. With `compiled` the update
     is compiled: one kernel a parameter instead of some thirty and their memory. Groups have the sharded parameters
-    under "of".
+    under "of" and their names under "names". Weights in bfloat16 are rounded at random where the config asks for it.
     """
 
     def __init__(self, groups: list[dict], config: Config, *, compiled: bool):
@@ -151,7 +152,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                 blocks = self.blocks[shard] = Blocks.of(parameter, format)
                 moments = {name: blocks.zeros(shard, signed) for name, signed in SIGNED.items()}
                 self.state[shard] = {"step": torch.zeros(()), **moments}
-        self._compiled = compiled
+        self._compiled, self.storage = compiled, Storage(config)
         self._update = _update(config.compile.backend if compiled else None)
 
     @torch.no_grad()
@@ -159,25 +160,25 @@ class LowBitAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             # A tensor: a number that changes with each step would be compiled in anew each time.
             rate = torch.tensor(group["lr"])
-            for shard in group["params"]:
+            for name, of, shard in zip(group["names"], group["of"], group["params"], strict=True):
                 if shard.grad is not None:
-                    self._step(shard, group, rate)
+                    self._step(shard, group, rate, name, of)
 
-    def _step(self, shard: torch.Tensor, group: dict, rate: torch.Tensor) -> None:
+    def _step(self, shard: torch.Tensor, group: dict, rate: torch.Tensor, name: str, of: torch.Tensor) -> None:
         state = self.state[shard]
         state["step"] += 1
         if not shard.numel():
             return
-        weight, moments = shard.detach(), [state[name] for name in SIGNED]
-        if self._compiled or shard.ndim < 2:
-            self._update_rows(weight, shard.grad, moments, state["step"], group, rate)
-            return
+        moments = [state[key] for key in SIGNED]
         # The update has some thirty intermediate results: a few rows at a time they stay in cache.
-        blocks, count = self.blocks[shard], max(1, _CHUNK // shard[0].numel())
+        count = len(shard) if self._compiled or shard.ndim < 2 else max(1, _CHUNK // shard[0].numel())
         for first in range(0, len(shard), count):
             last = min(first + count, len(shard))
-            parts = [blocks.rows(moment, first, last) for moment in moments]
-            self._update_rows(weight[first:last], shard.grad[first:last], parts, state["step"], group, rate)
+            kept = shard.detach()[first:last]
+            weight = kept.float() if self.storage.needed else kept
+            parts = [self.blocks[shard].rows(moment, first, last) for moment in moments]
+            self._update_rows(weight, shard.grad[first:last], parts, state["step"], group, rate)
+            self.storage.store(kept, weight, name, "", of, first)
 
     def _update_rows(
         self,

@@ -31,11 +31,13 @@ class Storage:
         self.step: int | None = None
         self._at_random, self._seed = chosen.stochastic_rounding, config.debug.seed
 
-    def store(self, narrow: torch.Tensor, wide: torch.Tensor, name: str, key: str, of: torch.Tensor) -> None:
-        """Rounds this rank's part of the parameter `of`, or of its state `key`, into `narrow`."""
+    def store(
+        self, narrow: torch.Tensor, wide: torch.Tensor, name: str, key: str, of: torch.Tensor, first: int = 0
+    ) -> None:
+        """Rounds this rank's part of the parameter `of`, or of its state `key`, into `narrow`: rows from `first`."""
         if narrow.dtype == torch.bfloat16 and wide.dtype == torch.float32 and self._at_random:
             assert self.step is not None, "rounding at random is by the step"
-            round_at_random(narrow, wide, of, key_of(self._seed, self.step, name, key))
+            round_at_random(narrow, wide, of, key_of(self._seed, self.step, name, key), first)
         elif narrow.data_ptr() != wide.data_ptr():
             narrow.copy_(wide)
 
@@ -44,15 +46,15 @@ class Storage:
 
 
 @torch.no_grad()
-def round_at_random(narrow: torch.Tensor, wide: torch.Tensor, of: torch.Tensor, key: int) -> None:
-    """float32 `wide` to bfloat16 `narrow`, both of this rank's shape of the parameter `of`."""
+def round_at_random(narrow: torch.Tensor, wide: torch.Tensor, of: torch.Tensor, key: int, begin: int = 0) -> None:
+    """float32 `wide` to bfloat16 `narrow`, both this rank's part of the parameter `of`, or its rows from `begin` on."""
     if not wide.numel():
         return
     shard = shard_of("", of)
     rows = max(1, _CHUNK // max(1, wide[0].numel()))
     for first in range(0, len(wide), rows):
         part = wide[first : first + rows]
-        bits = random_bits(global_index(shard, first, part.shape, part.device), key) >> (BITS - 16)
+        bits = random_bits(global_index(shard, begin + first, part.shape, part.device), key) >> (BITS - 16)
         # What is added reaches the bits that stay with the probability of what is cut off, away from zero in both
         # signs. Not for what isn't finite: a NaN would become a number.
         up = (part.view(torch.int32) + bits.int()) & -0x10000
@@ -70,8 +72,6 @@ class Widened(torch.optim.Optimizer):
         super().__init__(inner.param_groups, {})
         self.storage, self._inner = storage, inner
         self.state = inner.state
-        if hasattr(inner, "blocks"):
-            self.blocks = inner.blocks
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
