@@ -1,6 +1,7 @@
 """How ranks come to know the same thing: JSON over the control group, no pickles.
 
-Every function is a collective of `group`. Without a process group (a tool that reads a checkpoint) there is one rank.
+Every function is a collective of `group`. None stands for this process alone, be it a tool that reads a checkpoint or
+one rank of a run, and never for torch's default group.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ Group = dist.ProcessGroup | None
 
 
 def rank_of(group: Group) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    return 0 if group is None else dist.get_rank(group)
 
 
 def world_of(group: Group) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    return 1 if group is None else dist.get_world_size(group)
 
 
 def from_first(produce: Callable[[], Any], group: Group) -> Any:

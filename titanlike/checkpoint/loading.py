@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -232,7 +231,7 @@ def _check_own(
 
 def _fill(path: Path, metadata: Metadata, tensors: dict[str, torch.Tensor], group: Group) -> None:
     assert not any(tensor.is_meta for tensor in tensors.values()), "materialise tensors before they are loaded"
-    alone = not dist.is_initialized()
+    alone = group is None
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     with warnings.catch_warnings():
         if alone:

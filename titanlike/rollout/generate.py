@@ -56,9 +56,11 @@ def _run(arguments: argparse.Namespace) -> int:
         answers = generate(model, prompts, sampling, stop=stop)
     except ValueError as error:
         raise ConfigError(f"--prompt: {error}; --seq-len N lets it see more") from error
-    for text, answer in zip(texts, answers, strict=True):
+    for text, prompt, answer in zip(texts, prompts, answers, strict=True):
         ended = bool(stop) and answer[-1] in stop
-        words = tokenizer.decode(answer[:-1] if ended else answer)
+        # Decoded by itself, an answer would lose the space that it may begin with.
+        whole = tokenizer.decode([*prompt, *(answer[:-1] if ended else answer)])
+        words = whole[len(tokenizer.decode(prompt)) :]
         if arguments.json:
             print(json.dumps({"prompt": text, "text": words, "tokens": answer, "ended": ended}, ensure_ascii=False))
         else:

@@ -106,7 +106,9 @@ def held(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_equal(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert found.keys() == want.keys()
-    assert not [name for name in want if found[name].dtype != want[name].dtype or not torch.equal(found[name], want[name])]
+    assert not [
+        name for name in want if found[name].dtype != want[name].dtype or not torch.equal(found[name], want[name])
+    ]
 
 
 @torch.no_grad()

@@ -13,7 +13,21 @@ from safetensors.torch import load_file, save_file
 from tests.jobs.layouts import layout, world_of
 from tests.models.hub import models
 from tests.models.hub.folders import (
-    EMBEDDING, HEAD, HEAD_DIM, HEADS, KV_HEADS, LAYERS, UP, assert_equal, halves, held, logits, random_tensors, run, save, there_and_back,
+    EMBEDDING,
+    HEAD,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    UP,
+    assert_equal,
+    halves,
+    held,
+    logits,
+    random_tensors,
+    run,
+    save,
+    there_and_back,
 )
 from titanlike.config import Config
 from titanlike.models.hub.names import Turn
@@ -31,7 +45,9 @@ def test_tied_head_that_the_source_holds_too(tmp_path, alone, caplog):
     tensors = random_tensors(head=False)
     first, last = halves(tensors)
     head = {HEAD: tensors[EMBEDDING].clone()}
-    folder = save(tmp_path / "source", *((first, last, head) if alone else (first, last | head)), tie_word_embeddings=True)
+    folder = save(
+        tmp_path / "source", *((first, last, head) if alone else (first, last | head)), tie_word_embeddings=True
+    )
     out = there_and_back(folder, tmp_path, "--max-shard-size", "40KB")
     assert len(list(out.glob("*.safetensors"))) > 2
     assert_equal(held(out), tensors)
@@ -47,9 +63,13 @@ def test_tied_head_that_the_source_holds_too(tmp_path, alone, caplog):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_set_of_files(tmp_path, dtype):
     tensors = random_tensors(dtype=getattr(torch, dtype))
-    out = there_and_back(save(tmp_path / "source", *halves(tensors)), tmp_path, "--dtype", dtype, "--max-shard-size=9KB")
+    out = there_and_back(
+        save(tmp_path / "source", *halves(tensors)), tmp_path, "--dtype", dtype, "--max-shard-size=9KB"
+    )
     files = sorted(path.name for path in out.glob("*.safetensors"))
-    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)] and len(files) > 3
+    assert (
+        files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)] and len(files) > 3
+    )
     assert_equal(held(out), tensors)
     for file in files:
         part = load_file(out / file)

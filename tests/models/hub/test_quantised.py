@@ -128,9 +128,7 @@ def test_a_run_that_expects_them(folders, plain):
         return load_config([f"--{key}={value}" for key, value in arguments.items()])
 
     configured_source(config(folders[0]))
-    with pytest.raises(
-        ConfigError, match=r"initial_load_in_hf_quantized = true: .*config\.json has no quanti"
-    ):
+    with pytest.raises(ConfigError, match=r"initial_load_in_hf_quantized = true: .*config\.json has no quanti"):
         configured_source(config(plain))
 
 

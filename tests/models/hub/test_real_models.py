@@ -118,7 +118,9 @@ def test_smollm2_against_transformers(smollm2):
     answers = greedy(ours, prompts, 24)
     for prompt, answer in zip(prompts, answers, strict=True):
         row = torch.tensor([prompt])
-        want = theirs.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=24, do_sample=False, eos_token_id=-1)
+        want = theirs.generate(
+            row, attention_mask=torch.ones_like(row), max_new_tokens=24, do_sample=False, eos_token_id=-1
+        )
         ids = want[0].tolist()
         assert prompt + answer == ids
         with torch.no_grad():

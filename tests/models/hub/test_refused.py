@@ -125,7 +125,7 @@ def test_two_files_without_an_index_are_refused(tmp_path):
         ("attn_logit_softcapping", 50.0, "does not do that"),
         ("num_local_experts", 8, "does not do that"),
         ("clip_qkv", 8.0, "does not do that"),
-        ("quantization_config", {"quant_method": "gptq"}, "does not do that"),
+        ("quantization_config", {"quant_method": "gptq"}, "only blocks of fp8"),
         ("is_encoder_decoder", True, "does not do that"),
         ("partial_rotary_factor", 0.5, "must be 1.0"),
         ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope_scaling.rope_type = 'dynamic'"),
@@ -153,7 +153,9 @@ def test_every_key_is_named_at_once(tmp_path):
 
 
 def test_keys_without_effect_are_passed_over_and_unknown_ones_noted(tmp_path, caplog):
-    folder = save(tmp_path / "source", clip_qkv=None, sliding_window=None, use_cache=False, torch_dtype="float16", new=3)
+    folder = save(
+        tmp_path / "source", clip_qkv=None, sliding_window=None, use_cache=False, torch_dtype="float16", new=3
+    )
     assert folder_form(folder) == folder_form(save(tmp_path / "plain"))
     assert caplog.messages == [f"{folder / 'config.json'}: new = 3: is not known here, and left aside"]
 

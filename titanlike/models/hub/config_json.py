@@ -56,7 +56,11 @@ _ASIDE = frozenset(
         "gradient_checkpointing",
     ]
 )
-_NEUTRAL: tuple[Any, ...] = (None, False, 0, 0.0, 1.0, [], {}, "")
+
+
+def _is_neutral(value: Any) -> bool:
+    """What asks for nothing: a switch that is off, a factor of one."""
+    return not value or (value == 1 and not isinstance(value, bool))
 
 
 class HubConfig:
@@ -104,7 +108,7 @@ class HubConfig:
 
     def finish(self) -> None:
         """Once a family has read all that it knows: refuses keys of other families, names those that nobody knows."""
-        left = {k: v for k, v in self._values.items() if k not in self._asked | _ASIDE and v not in _NEUTRAL}
+        left = {k: v for k, v in self._values.items() if k not in self._asked | _ASIDE and not _is_neutral(v)}
         foreign = sorted(key for key in left if key in _MEANINGFUL)
         if foreign:
             raise ConfigError(
