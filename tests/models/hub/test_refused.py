@@ -166,6 +166,6 @@ def test_broken_config_json_is_named(tmp_path, text):
     (folder / "config.json").unlink()
     if text is not None:
         (folder / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="can't be read as JSON|must hold an object") as refused:
+    with pytest.raises(ConfigError, match=r"can't be read as JSON|must hold an object") as refused:
         folder_form(folder)
     assert str(folder / "config.json") in str(refused.value)
