@@ -17,7 +17,7 @@ from tests.pool import Pool
 from titanlike.config import Config
 from titanlike.models.hub.tensors import INDEX
 
-DIM, WIDE, VOCABULARY, LAYERS = 1024, 4096, 32_000, 26
+DIM, WIDE, VOCABULARY, LAYERS = 1024, 4096, 32_000, 29
 ATTENTION = {"q_proj": DIM, "k_proj": DIM // 4, "v_proj": DIM // 4, "o_proj": DIM}  # rows
 CONFIG = {
     "model_type": "llama",

