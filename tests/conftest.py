@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+pytest.register_assert_rewrite("tests.parity.against_plain")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; processes that tests start inherit it
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOG_RANK", "NGPU", "NNODES", "RDZV_ENDPOINT", "TITANLIKE_FAULT"):
     os.environ.pop(name, None)

@@ -173,7 +173,14 @@ def plain(
             mixture.balance.reset()
         losses.append(loss.item())
     weights = gathered(model, lambda p: p)
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "initial": initial}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "weights": weights,
+        "initial": initial,
+        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
+    }
 
 
 def after_evaluation(rank: int, world: int, *, config: dict[str, Any]) -> dict[str, tuple[bool, str, bool]]:

@@ -52,7 +52,7 @@ def config(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def tied(settings: dict[str, Any]) -> dict[str, Any]:
-    overrides = {**settings["model"]["overrides"], "tied_head": True}
+    overrides = {**settings["model"].get("overrides", {}), "tied_head": True}
     return {**settings, "model": {**settings["model"], "overrides": overrides}}
 
 
@@ -110,7 +110,7 @@ class Layout:
     def extras(self) -> list[str]:
         """What is switched on besides the degrees, for people."""
         shown = {key: value for key, value in self.parallelism.items() if not key.endswith("microbatch_size")}
-        words = [_WORDS.get((key, value), f"{value}") for key, value in shown.items()]
+        words = [_WORDS.get((key, value), _NAMED.get(key, "{}").format(value)) for key, value in shown.items()]
         if checkpointing := self.sections.get("activation_checkpoint"):
             words.append(
                 "checkpointing by operator" if "selective_ac_option" in checkpointing else "full checkpointing"
@@ -149,6 +149,11 @@ _WORDS = {
     ("disable_loss_parallel", True): "gathered head",
     ("fsdp_reshard_after_forward", "always"): "always resharded",
     ("fsdp_reshard_after_forward", "never"): "never resharded",
+}
+# Where the value alone doesn't say it.
+_NAMED = {
+    "expert_parallel_degree": "experts over {}",
+    "expert_tensor_parallel_degree": "each over {}",
 }
 
 

@@ -82,6 +82,15 @@ def _recomputed_shapes(model: Decoder, settings: ActivationCheckpoint) -> frozen
     return frozenset(shapes)
 
 
+def _let_pass_marks_of_profiles() -> None:
+    """A shard that is gathered inside a block marks that for profiles, and not as often when it is recomputed."""
+    profiler = torch.ops.profiler
+    torch.utils.checkpoint.SAC_IGNORED_OPS |= {
+        profiler._record_function_enter_new.default,
+        profiler._record_function_exit._RecordFunction,
+    }
+
+
 def _checkpointed(
     block: nn.Module, settings: ActivationCheckpoint, by_operator: bool, shapes: frozenset[tuple[int, ...]]
 ) -> None:
@@ -94,6 +103,7 @@ def _checkpointed(
     }
     if by_operator:
         options["context_fn"] = _contexts(shapes)
+        _let_pass_marks_of_profiles()
     forward = block.forward
     if by_operator and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
         options["respect_saved_tensors_hooks"] = False  # torch 2.14 asks for a choice; this is the only one before it

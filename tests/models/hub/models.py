@@ -14,7 +14,7 @@ from titanlike.models.initial import Shard, materialise
 from titanlike.models.spec import folder_form
 
 VOCABULARY, LENGTH = 97, 40
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -38,7 +38,7 @@ _DEEPSEEK = {
     "pad_token_id": 0,
 }
 
-# name → (class of the configuration, what differs from _SIZES)
+# name → (class of the configuration, what differs from SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama with biases, tied": (
@@ -114,7 +114,7 @@ def reference(case: str):
     import transformers
 
     name, changes = CASES[case]
-    config = getattr(transformers, name)(**{**_SIZES, **changes}, attn_implementation="eager")
+    config = getattr(transformers, name)(**{**SIZES, **changes}, attn_implementation="eager")
     torch.manual_seed(0)
     config._experts_implementation = "eager"  # theirs by groups wants sizes that divide
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
