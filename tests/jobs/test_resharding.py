@@ -20,6 +20,10 @@ from titanlike.models.spec import decoder_spec
 MODEL = {"dim": 6, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4, "ffn_dim": 10, "vocab_size": 1031}
 TIED = {"model": {"overrides": {**MODEL, "tied_head": True}}}
 DEEP = {"model": {"overrides": {**MODEL, "n_layers": 6}}}
+# A layer without experts, then some whose biases move, with a shared one; attention is latent.
+EXPERTS = {"n_experts": 8, "top_k": 3, "ffn_dim": 5, "n_shared": 1, "bias_rate": 0.01}
+LATENT = {"dim": 12, "n_layers": 3, "n_heads": 4, "ffn_dim": 10, "vocab_size": 1031, "experts": EXPERTS}
+MIXTURE = {"model": {"name": "deepseek_v3", "flavor": "debugmodel", "overrides": LATENT}}
 IN_BACKGROUND = {"checkpoint": {"async_mode": "async", "interval": 1}}
 TRAINED = 3  # steps before the checkpoint begins to travel
 
@@ -29,8 +33,24 @@ CHAINS = {
         [layout(pp=2, tp=2), layout(shard=4), layout(cp=2, tp=2), layout(shard=3), layout()],
         {},
     ),
+    "experts": (
+        [layout(shard=2, ep=2), layout(tp=2, ep=2), layout(cp=2, ep=2), layout(tp=2), layout()],
+        MIXTURE,
+    ),
 }
 SLOW_CHAINS = {
+    "experts on four ranks, in the background": (
+        [
+            layout(shard=2, tp=2, ep=2, etp=2),
+            layout(shard=4, ep=4),
+            layout(pp=2, tp=2, ep=2),
+            layout(replicate=2, shard=2, ep=2),
+            layout(shard=2, tp=2, ep=4),
+            layout(shard=3),
+            layout(),
+        ],
+        {**MIXTURE, **IN_BACKGROUND},
+    ),
     "tied, several stages a rank, in the background": (
         [
             layout("Interleaved1F1B", pp=2, tp=2),

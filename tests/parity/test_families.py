@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -35,7 +37,10 @@ def test_equals_one_plain_process(pool, tmp_path, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=str)
 def test_larger_layouts_equal_one_plain_process(pool, tmp_path, case):
-    check(pool, case, tmp_path, HARD, PLAIN)
+    # A bias that begins at zero is a few of AdamW's steps and no more: where a gradient is near zero, its order of
+    # adding up decides on the sign of a step.
+    plain = PLAIN if case.model in MIXTURES else dataclasses.replace(PLAIN, optimizer="SGD", weights=1e-5)
+    check(pool, case, tmp_path, HARD, plain)
 
 
 @pytest.mark.parametrize("case", UPDATED_EARLY, ids=str)

@@ -109,12 +109,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reference(case: str):
-    """transformers' model of a case, with weights that make every part of it matter."""
+def reference(case: str, **sizes: int):
+    """transformers' model of a case, in other sizes where given, with weights that make every part of it matter."""
     import transformers
 
     name, changes = CASES[case]
-    config = getattr(transformers, name)(**{**SIZES, **changes}, attn_implementation="eager")
+    config = getattr(transformers, name)(**{**SIZES, **changes, **sizes}, attn_implementation="eager")
     torch.manual_seed(0)
     config._experts_implementation = "eager"  # theirs by groups wants sizes that divide
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
