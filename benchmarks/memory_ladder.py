@@ -4,9 +4,10 @@
     python benchmarks/memory_ladder.py --tiny          one of 1 M, to see that it runs
     python benchmarks/memory_ladder.py --json F        writes the figures to a file, too
 
-Every rung is the product's own trainer in a fresh process. Peak: the most that torch has handed out at once from the
-start of that process (weights, gradients, optimizer state and everything of the moment), by the profiler's allocation
-events. A rung whose technique isn't built, or is refused, is left out and said so; those after it do without it. Exit
+Every rung is the product's own trainer, in a fresh process for the peak and in another for the losses. Peak: the most
+that torch has handed out at once from the start of that process to the end of the third step (weights, gradients,
+optimizer state, all of which is there by then, and everything of the moment), by the profiler's allocation events:
+those of twenty steps fill this machine's memory. A rung whose technique isn't built, or is refused, is left out and said so; those after it do without it. Exit
 code 1 if all rungs ran and the last needs more than 0.35 of the first.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 BASE = HERE.parents[1] / "train_configs" / "debug_model.toml"
 BOUND = 0.35
+PROFILED = 3  # steps
 
 COMMON = {
     "model.overrides": "{dim = 640, n_layers = 12, n_heads = 10, n_kv_heads = 5, ffn_dim = 1760, vocab_size = 32000}",
@@ -66,6 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--measure", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -74,8 +77,8 @@ def argv(keys: dict[str, str]) -> list[str]:
     return [str(BASE), *(f"--{key}={value}" for key, value in keys.items())]
 
 
-def measure(command: list[str]) -> None:
-    """One rung, in this process: prints its figures as JSON."""
+def measure(command: list[str], profiled: bool) -> None:
+    """A run of one rung in this process: prints its peak, or its losses, as JSON."""
     sys.path.insert(0, str(HERE.parents[1]))
     from allocations import peak_bytes
 
@@ -86,16 +89,20 @@ def measure(command: list[str]) -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         config = load([*command, f"--job.dump_folder={folder}"], world=1)
-        peak = peak_bytes(lambda: Trainer(config).run())
+        run = lambda: Trainer(config).run()  # noqa: E731
+        peak = peak_bytes(run) if profiled else run() and None
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    parts = {
-        key: None if value is None else round(value, 4)  # what checkpointing by operator keeps can't be told
-        for key, value in rows[-1].items()
-        if key.startswith("memory_") and key != "memory_gib"
-    }
-    figures = {"peak_bytes": peak, "losses": [round(row["loss"], 4) for row in rows], "parts_gib": parts}
     sys.stdout = stdout
-    print(json.dumps(figures | {"seconds": round(time.perf_counter() - began, 1)}))
+    if profiled:
+        parts = {
+            key: None if value is None else round(value, 4)  # what checkpointing by operator keeps can't be told
+            for key, value in rows[-1].items()
+            if key.startswith("memory_") and key != "memory_gib"
+        }
+        print(json.dumps({"peak_bytes": peak, "parts_gib": parts}))
+    else:
+        losses = [round(row["loss"], 4) for row in rows]
+        print(json.dumps({"losses": losses, "seconds": round(time.perf_counter() - began, 1)}))
 
 
 def refusal(keys: dict[str, str]) -> str:
@@ -111,19 +118,23 @@ def refusal(keys: dict[str, str]) -> str:
 
 
 def climb(chosen: argparse.Namespace) -> list[dict]:
-    keys = COMMON | (TINY if chosen.tiny else {}) | {"training.steps": str(chosen.steps)}
+    keys = COMMON | (TINY if chosen.tiny else {})
     rungs = []
     for name, added in RUNGS:
         if why := refusal(keys | added):
             rungs.append({"rung": name, "refused": why})
             continue
         keys |= added
-        command = [sys.executable, str(HERE), "--measure", *argv(keys)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(chosen.threads)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
-        rungs.append({"rung": name, **json.loads(done.stdout.splitlines()[-1])})
+        figures = {}
+        for options, steps in ((["--profile"], min(PROFILED, chosen.steps)), ([], chosen.steps)):
+            run = argv(keys | {"training.steps": str(steps), "lr_scheduler.total_steps": str(chosen.steps)})
+            command = [sys.executable, str(HERE), *options, "--measure", *run]
+            environment = os.environ | {"OMP_NUM_THREADS": str(chosen.threads)}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode:
+                sys.exit(f"{name} failed with {done.returncode}:\n{done.stderr[-3000:]}")
+            figures |= json.loads(done.stdout.splitlines()[-1])
+        rungs.append({"rung": name, **figures})
         print(line(rungs[-1], rungs[0]), file=sys.stderr, flush=True)
     return rungs
 
@@ -142,7 +153,7 @@ def line(rung: dict, first: dict) -> str:
 def main() -> int:
     chosen = arguments()
     if chosen.measure:
-        measure(chosen.measure)
+        measure(chosen.measure, chosen.profile)
         return 0
     sys.path.insert(0, str(HERE.parents[1]))
     rungs = climb(chosen)

@@ -84,7 +84,12 @@ def train(rank: int, world: int, *, config: dict[str, Any], steps: int, masks: s
 
 def train_each(rank: int, world: int, *, runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     """`train` for each of `runs` (config, masks): one start of the ranks serves them all."""
-    return [train(rank, world, steps=steps, **run) for run in runs]
+    results = []
+    for run in runs:
+        # One process compiles a function anew a few times only, and then leaves it uncompiled.
+        torch.compiler.reset()
+        results.append(train(rank, world, steps=steps, **run))
+    return results
 
 
 def train_on(settings: Config, world: int, steps: int, batch_of: Callable[[int], Batch]) -> dict[str, Any]:
