@@ -7,8 +7,8 @@
 Every rung is the product's own trainer, in a fresh process for the peak and in another for the losses. Peak: the most
 that torch has handed out at once from the start of that process to the end of the third step (weights, gradients,
 optimizer state, all of which is there by then, and everything of the moment), by the profiler's allocation events:
-those of twenty steps fill this machine's memory. A rung whose technique isn't built, or is refused, is left out and said so; those after it do without it. Exit
-code 1 if all rungs ran and the last needs more than 0.35 of the first.
+those of twenty steps fill this machine's memory. A rung whose technique isn't built, or is refused, is left out and
+said so; those after it do without it. Exit code 1 if all rungs ran and the last needs more than 0.35 of the first.
 """
 
 from __future__ import annotations
