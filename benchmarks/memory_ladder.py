@@ -6,9 +6,10 @@
 
 Every rung is the product's own trainer, in a fresh process for the peak and in another for the losses. Peak: the most
 that torch has handed out at once from the start of that process to the end of the third step (weights, gradients,
-optimizer state, all of which is there by then, and everything of the moment), by the profiler's allocation events:
-those of twenty steps fill this machine's memory. A rung whose technique isn't built, or is refused, is left out and
-said so; those after it do without it. Exit code 1 if all rungs ran and the last needs more than 0.35 of the first.
+optimizer state, all of which is there by then, and everything of the moment), by the profiler's allocation events; it
+keeps each of them, which over twenty steps takes gigabytes. A rung whose technique isn't built, or is refused, is left
+out and said so; those after it do without it. Exit code 1 if all rungs ran and the last needs more than 0.35 of the
+first.
 """
 
 from __future__ import annotations
@@ -89,8 +90,7 @@ def measure(command: list[str], profiled: bool) -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         config = load([*command, f"--job.dump_folder={folder}"], world=1)
-        run = lambda: Trainer(config).run()  # noqa: E731
-        peak = peak_bytes(run) if profiled else run() and None
+        result = peak_bytes(lambda: Trainer(config).run()) if profiled else Trainer(config).run()
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     sys.stdout = stdout
     if profiled:
@@ -99,7 +99,7 @@ def measure(command: list[str], profiled: bool) -> None:
             for key, value in rows[-1].items()
             if key.startswith("memory_") and key != "memory_gib"
         }
-        print(json.dumps({"peak_bytes": peak, "parts_gib": parts}))
+        print(json.dumps({"peak_bytes": result, "parts_gib": parts}))
     else:
         losses = [round(row["loss"], 4) for row in rows]
         print(json.dumps({"losses": losses, "seconds": round(time.perf_counter() - began, 1)}))

@@ -69,6 +69,17 @@ def held(trainer) -> dict[str, Any]:
     }
 
 
+def together(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The ranks' tensors as one model's. What several ranks hold, and copies of the embedding, must be equal."""
+    found: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        named = [*rank["tensors"].items(), *(("tok_embeddings.weight", one) for one in rank["embeddings"])]
+        for name, tensor in named:
+            assert tensor.isfinite().all(), name
+            assert torch.equal(found.setdefault(name, tensor), tensor), name
+    return found
+
+
 def _trainer(config: dict[str, Any]):
     from titanlike.trainer import Trainer
 

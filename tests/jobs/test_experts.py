@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.jobs.hops import together
 from tests.jobs.jobs import consumed, curve, lines
 from tests.jobs.layouts import layout, world_of
 
@@ -37,26 +38,24 @@ def mixture(tiny):
 
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_stopped_and_started_again_is_bit_equal(pool, mixture, tmp_path, where):
-    """The biases count, too: at a rate of 0.01 a step they choose other experts."""
+    """Weights, moments and the biases, which choose other experts as they move."""
     parallelism = LAYOUTS[where]
     world = world_of(parallelism)
 
-    def go(folder, **options):
+    def go(job, folder, **options):
         config = mixture(tmp_path / folder, parallelism=parallelism)
-        return pool.run("tests.jobs.experts:run", world=world, group=False, config=config, **options)
+        return pool.run(job, world=world, group=False, config=config, **options)
 
-    whole = go("whole")
-    assert {rank["outcome"] for rank in go("parts", stop_at=3)} == {"stopped"}
-    again = go("parts")
+    whole = together(go("tests.jobs.hops:trained", "whole"))
+    assert set(go(RUN, "parts", stop_at=3)) == {"stopped"}
+    again = together(go("tests.jobs.hops:trained", "parts"))
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
     assert consumed(tmp_path / "parts") == consumed(tmp_path / "whole")
-    found: set[str] = set()
-    for one, other in zip(again, whole, strict=True):
-        assert one["biases"].keys() == other["biases"].keys()
-        assert all(torch.equal(bias, other["biases"][name]) for name, bias in one["biases"].items())
-        assert all(bias.abs().max() > 0 for bias in one["biases"].values())
-        found |= one["biases"].keys()
-    assert found == {"layers.1.moe.expert_bias", "layers.2.moe.expert_bias"}
+    assert again.keys() == whole.keys()
+    assert not [name for name in whole if not torch.equal(again[name], whole[name])]
+    biases = {name: tensor for name, tensor in whole.items() if name.endswith("expert_bias")}
+    assert biases.keys() == {"layers.1.moe.expert_bias", "layers.2.moe.expert_bias"}
+    assert all(bias.abs().max() > 0 for bias in biases.values())
 
 
 def test_a_run_whose_experts_are_chosen_in_turn(pool, mixture, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.jobs.hops import together
 from tests.jobs.jobs import curve
 from tests.jobs.layouts import layout, world_of
 from titanlike.config import Config
@@ -114,17 +115,6 @@ def test_bit_equal_from_layout_to_layout(pool, tiny, tmp_path, chain):
         assert curve(tmp_path / here)[TRAINED + 1] == pytest.approx(want, rel=1e-5), parallelism
         if parallelism in (layout(shard=4), layout(shard=8)):
             assert "norm.weight" in ranks[-1]["empty"], "a rank without any of it was meant to be among them"
-
-
-def together(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The ranks' tensors as one model's. What several ranks hold, and copies of the embedding, must be equal."""
-    found: dict[str, torch.Tensor] = {}
-    for rank in ranks:
-        named = [*rank["tensors"].items(), *(("tok_embeddings.weight", one) for one in rank["embeddings"])]
-        for name, tensor in named:
-            assert tensor.isfinite().all(), name
-            assert torch.equal(found.setdefault(name, tensor), tensor), name
-    return found
 
 
 def assert_torch_reads(path: Path, expected: dict[str, torch.Tensor]) -> None:

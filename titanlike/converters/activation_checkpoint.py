@@ -103,7 +103,6 @@ def _checkpointed(
     }
     if by_operator:
         options["context_fn"] = _contexts(shapes)
-        _let_pass_marks_of_profiles()
     forward = block.forward
     if by_operator and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
         options["respect_saved_tensors_hooks"] = False  # torch 2.14 asks for a choice; this is the only one before it
@@ -151,6 +150,8 @@ def apply_activation_checkpointing(model: Decoder, config: Config) -> None:
     by_operator = settings.mode == "selective" and option == "op"
     every = int(option) if settings.mode == "selective" and not by_operator else 1
     shapes = _recomputed_shapes(model, settings) if by_operator else frozenset()
+    if by_operator:
+        _let_pass_marks_of_profiles()
     for i, block in enumerate(model.layers.values()):
         if i % every == 0:
             _checkpointed(block, settings, by_operator, shapes)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.jobs.layouts import world_of
 from tests.models.hub import models
 from titanlike import cli
 from titanlike.models.hub.tensors import INDEX
@@ -85,6 +87,24 @@ def there_and_back(folder: Path, tmp_path: Path, *options: str) -> Path:
     run("checkpoint", "import", folder, tmp_path / "checkpoints")
     run("checkpoint", "export", tmp_path / "checkpoints", tmp_path / "out", *options)
     return tmp_path / "out"
+
+
+def through_a_run(pool, folder: Path, tmp_path: Path, parallelism: dict[str, Any], **overrides: Any) -> list[Path]:
+    """A folder's model read by a run's ranks, trained for a step at a rate of 0, exported by them and later."""
+    (tmp_path / "text.jsonl").write_text('{"text": "and so it goes on and on and on"}\n' * 40)
+    world = world_of(parallelism)
+    config = {
+        "job": {"dump_folder": str(tmp_path / "run")},
+        "model": {"hf_assets_path": str(folder), "overrides": overrides},
+        "data": {"path": [str(tmp_path / "text.jsonl")], "cache_folder": str(tmp_path / "store")},
+        "training": {"seq_len": 32, "local_batch_size": 2, "global_batch_size": 6 if world == 3 else 4, "steps": 1},
+        "optimizer": {"lr": 0.0},
+        "checkpoint": {"initial_load_in_hf": True, "last_save_in_hf": True},
+        "parallelism": parallelism,
+    }
+    pool.run("tests.jobs.jobs:run", world=world, group=False, config=config, timeout=200)
+    run("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--max-shard-size", "40KB")
+    return [tmp_path / "out", tmp_path / "run" / "exports" / "hf-step-1"]
 
 
 def held(folder: Path) -> dict[str, torch.Tensor]:

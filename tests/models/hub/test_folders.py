@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.jobs.layouts import layout, world_of
+from tests.jobs.layouts import layout
 from tests.models.hub import models
 from tests.models.hub.folders import (
     EMBEDDING,
@@ -28,6 +28,7 @@ from tests.models.hub.folders import (
     run,
     save,
     there_and_back,
+    through_a_run,
 )
 from titanlike.config import Config
 from titanlike.models.hub.names import Turn
@@ -117,19 +118,7 @@ def test_tied_model_of_a_run(pool, tmp_path, where):
     parallelism = {"shard 2": layout(shard=2), "tp 2": layout(tp=2), "pp 2": layout(pp=2)}.get(where, layout())
     tensors = random_tensors(head=False)
     folder = save(tmp_path / "source", *halves(tensors), tie_word_embeddings=True)
-    (tmp_path / "text.jsonl").write_text('{"text": "and so it goes on and on and on"}\n' * 40)
-    config = {
-        "job": {"dump_folder": str(tmp_path / "run")},
-        "model": {"hf_assets_path": str(folder)},
-        "data": {"path": [str(tmp_path / "text.jsonl")], "cache_folder": str(tmp_path / "store")},
-        "training": {"seq_len": 32, "local_batch_size": 2, "global_batch_size": 4, "steps": 1},
-        "optimizer": {"lr": 0.0},
-        "checkpoint": {"initial_load_in_hf": True, "last_save_in_hf": True},
-        "parallelism": parallelism,
-    }
-    pool.run("tests.jobs.jobs:run", world=world_of(parallelism), group=False, config=config)
-    run("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--max-shard-size", "40KB")
-    for out in (tmp_path / "out", tmp_path / "run" / "exports" / "hf-step-1"):
+    for out in through_a_run(pool, folder, tmp_path, parallelism):
         assert_equal(held(out), tensors)
         assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
         assert torch.equal(logits(out, models.tokens()), logits(folder, models.tokens()))
