@@ -11,6 +11,7 @@ import pytest
 
 from titanlike.config import load_config
 from titanlike.errors import ConfigError
+from titanlike.models.spec import families
 
 
 @pytest.fixture
@@ -24,7 +25,10 @@ def module(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(text)
         return name
 
+    registered = set(families.names())
     yield make
+    for name in set(families.names()) - registered:
+        del families._entries[name]  # else every later test would see it
     for name in set(sys.modules) - known:
         if getattr(sys.modules[name], "__file__", None) and Path(sys.modules[name].__file__).parent == tmp_path:
             del sys.modules[name]

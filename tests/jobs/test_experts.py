@@ -36,7 +36,9 @@ def mixture(tiny):
     return make
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize(
+    "where", [pytest.param(name, marks=[] if name == "shard 2" else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_stopped_and_started_again_is_bit_equal(pool, mixture, tmp_path, where):
     """Weights, moments and the biases, which choose other experts as they move."""
     parallelism = LAYOUTS[where]

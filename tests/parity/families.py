@@ -67,14 +67,14 @@ def _of(spread: int = 1, split: int = 1, sections=None, others=None, **degrees: 
 
 _IN_BACKWARD = {"optimizer": {"in_backward": True}, "training": {"max_norm": 0.0, "local_batch_size": 4}}
 _BOTH = (
-    _of(shard=2),
     _of(2, shard=2),
-    _of(tensor=2),
     _of(2, tensor=2),
     _of(2, context=2, others=RING),
     _of(pipeline=2),
 )
 _BOTH_SLOW = (
+    _of(shard=2),
+    _of(tensor=2),
     _of(4, shard=4),
     _of(2, shard=2, tensor=2),
     _of(4, shard=2, tensor=2),
@@ -88,16 +88,15 @@ _BOTH_SLOW = (
 )
 QUICK = (
     *(Case(model, layout) for model in MIXTURES for layout in _BOTH),
-    Case("qwen3", _of(2, shard=2, sections=FULL)),
     Case("deepseek", _of(2, shard=2, sections=BY_OPERATOR)),
-    Case("deepseek", _of(2, tensor=2, sections=COMPILED)),
     *(Case(model, _of(tensor=2)) for model in DENSE),
     Case("gemma3", _of(pipeline=2)),
     Case("gemma2", _of(context=2, others=ULYSSES)),
 )
 SLOW = (
     *(Case(model, layout) for model in MIXTURES for layout in _BOTH_SLOW),
-    Case("qwen3", _of(2, tensor=2, sections=COMPILED)),
+    Case("qwen3", _of(2, shard=2, sections=FULL)),
+    *(Case(model, _of(2, tensor=2, sections=COMPILED)) for model in MIXTURES),
     Case("deepseek", _of(2, shard=2, context=2, others=RING, sections=FULL)),
     *(Case(model, _of(pipeline=2)) for model in DENSE),
     *(Case(model, _of(context=2, others=ULYSSES)) for model in DENSE),
