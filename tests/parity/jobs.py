@@ -86,8 +86,8 @@ def train_each(rank: int, world: int, *, runs: list[dict[str, Any]], steps: int)
     """`train` for each of `runs` (config, masks): one start of the ranks serves them all."""
     results = []
     for run in runs:
-        # One process compiles a function anew a few times only, and then leaves it uncompiled.
-        torch.compiler.reset()
+        if results:  # one process compiles a function anew a few times only, and then leaves it uncompiled
+            torch.compiler.reset()
         results.append(train(rank, world, steps=steps, **run))
     return results
 
