@@ -5,7 +5,6 @@ Resident memory says nothing here: the C library keeps pages that were given bac
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import tempfile
@@ -24,4 +23,13 @@ def peak_bytes(work: Callable[[], object]) -> int:
         with open(path) as file:
             events = [e for e in json.load(file)["traceEvents"] if e["name"] == "[memory]"]
     events.sort(key=lambda event: event["ts"])
-    return max(itertools.accumulate(event["args"]["Bytes"] for event in events))
+    held: dict[int, int] = {}
+    total = most = 0
+    for event in events:
+        size, address = event["args"]["Bytes"], event["args"]["Addr"]
+        # What a communication thread frees has no event: it is gone once its address is given out again, at the latest.
+        total += size - held.pop(address, 0) if size > 0 else -held.pop(address, -size)
+        if size > 0:
+            held[address] = size
+        most = max(most, total)
+    return most

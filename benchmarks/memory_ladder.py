@@ -1,6 +1,6 @@
 """What each memory technique saves: one model, one more technique a rung, peak memory and losses of each.
 
-    python benchmarks/memory_ladder.py                 a model of 96 M parameters, 512 tokens a step, 20 steps a rung
+    python benchmarks/memory_ladder.py                 a model of 96 M parameters, 1024 tokens a step, 20 steps a rung
     python benchmarks/memory_ladder.py --tiny          one of 1 M, to see that it runs
     python benchmarks/memory_ladder.py --json F        writes the figures to a file, too
 
@@ -31,7 +31,7 @@ PROFILED = 3  # steps
 COMMON = {
     "model.overrides": "{dim = 640, n_layers = 12, n_heads = 10, n_kv_heads = 5, ffn_dim = 1760, vocab_size = 32000}",
     "training.seq_len": "256",
-    "training.local_batch_size": "2",
+    "training.local_batch_size": "4",
     "training.max_norm": "0",  # an update in the backward comes before the norm is known
     "training.mixed_precision_param": "float32",
     "optimizer.lr": "3e-4",

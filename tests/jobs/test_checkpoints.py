@@ -1,6 +1,5 @@
 """What a run leaves in its checkpoints, and what other runs make of it."""
 
-import itertools
 import math
 import shutil
 from pathlib import Path
@@ -23,7 +22,7 @@ def go(pool, config, world=1, **options):
 
 def test_wrappers_do_not_show_in_checkpoints(pool, tiny, tmp_path):
     """One run, started anew at each step with another mixture of compilation, recomputation and ranks."""
-    mixtures = list(itertools.product((False, True), ("none", "full"), (1, 2)))
+    mixtures = [(False, "full", 2), (True, "none", 1), (True, "full", 2), (False, "none", 1)]
     folder = tmp_path / "run"
     small = {"overrides": {**tiny(folder)["model"]["overrides"], "n_layers": 1}}
     for step, (compiled, recomputed, world) in enumerate(mixtures, start=1):
@@ -36,12 +35,12 @@ def test_wrappers_do_not_show_in_checkpoints(pool, tiny, tmp_path):
             activation_checkpoint={"mode": recomputed},
         )
         assert go(pool, config, world) == ["done"] * world
-    go(pool, tiny(tmp_path / "whole", model=small, training={"steps": 8}, lr_scheduler={"total_steps": 12}))
+    go(pool, tiny(tmp_path / "whole", model=small, training={"steps": 4}, lr_scheduler={"total_steps": 12}))
     kept = [*scan(folder / "checkpoints"), *scan(tmp_path / "whole" / "checkpoints")]
     names = [inspections.saved(one.path).keys() for one in kept]
-    assert len(names) == 9 and all(one == names[0] for one in names)
+    assert len(names) == 5 and all(one == names[0] for one in names)
     ours, want = curve(folder), curve(tmp_path / "whole")
-    for step in range(1, 9):
+    for step in range(1, 5):
         assert ours[step] == pytest.approx(want[step], rel=1e-5), mixtures[step - 1]
 
 

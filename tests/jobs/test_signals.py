@@ -30,8 +30,11 @@ TERM, INTERRUPT = signal.SIGTERM, signal.SIGINT
 @pytest.mark.parametrize(
     "ways",
     [
-        [("rank 1", TERM), ("group", INTERRUPT)],
-        pytest.param([("all", TERM), ("launcher", TERM), ("rank 0", signal.SIGHUP)], marks=pytest.mark.slow),
+        [("rank 1", TERM)],
+        pytest.param(
+            [("group", INTERRUPT), ("all", TERM), ("launcher", TERM), ("rank 0", signal.SIGHUP)],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["usual", "unusual"],
 )

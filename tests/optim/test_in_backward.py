@@ -1,11 +1,15 @@
 """The update inside the backward against the ordinary one, at several layouts; fp32."""
 
+import math
+
 import pytest
 import torch
 
 from tests.parity.layouts import config, tied
 
 STEPS = 10
+WIDE = {"dim": 256, "n_heads": 4, "n_kv_heads": 4, "head_dim": 64, "ffn_dim": 512}
+LAYERS, LAYER = 12, 4 * 256 * 256 + 3 * 256 * 512  # elements
 LAYOUTS = {
     "one process": {"data_parallel_shard_degree": 1},
     "shard 2": {"data_parallel_shard_degree": 2},
@@ -13,6 +17,8 @@ LAYOUTS = {
     "context 2": {"data_parallel_shard_degree": 1, "context_parallel_degree": 2},
     "shard 2 x tensor 2": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
 }
+
+QUICK = ("one process", "shard 2", "tensor 2")
 
 
 def settings(layout, *, in_backward, head=tied, max_norm=0.0, **optimizer):
@@ -45,7 +51,9 @@ def assert_equal(got, want, bound=1e-6):
         assert (got["weights"][name] - value).norm() <= bound * value.norm(), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 @pytest.mark.parametrize("head", [tied, pytest.param(lambda s: s, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_equals_the_ordinary_update(pool, layout, head):
     """With a warm-up schedule and without clipping; the norm is reported all the same."""
@@ -53,7 +61,7 @@ def test_equals_the_ordinary_update(pool, layout, head):
     assert_equal(run(pool, layout, in_backward=True, head=head), want)
 
 
-@pytest.mark.parametrize("layout", ["shard 2", "tensor 2"])
+@pytest.mark.parametrize("layout", ["shard 2", pytest.param("tensor 2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("clip", ["parameter", "previous"])
 def test_clipping_is_the_same_at_every_layout(pool, layout, clip):
     given = {"in_backward": True, "max_norm": 0.05, "in_backward_clip": clip}
@@ -92,10 +100,28 @@ def test_previous_clips_by_the_step_before(pool):
         torch.testing.assert_close(part, whole * 0.05 / clipped[0]["norms"][0], rtol=2e-2, atol=1e-7)
 
 
-def test_gradients_live_for_one_layer(pool):
-    """The most gradient memory at once: that of the largest group and its neighbour, not that of the model."""
+@pytest.mark.parametrize(
+    ("parallelism", "training"),
+    [
+        pytest.param({"data_parallel_shard_degree": 1}, {}, marks=pytest.mark.slow),
+        ({"data_parallel_shard_degree": 1}, {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}),
+        pytest.param({"data_parallel_shard_degree": 1}, {"mixed_precision_param": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"data_parallel_shard_degree": 2}, {"mixed_precision_param": "bfloat16"}, marks=pytest.mark.slow),
+        ({"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2}, {}),
+    ],
+    ids=["fp32", "bf16", "mixed", "shard 2", "replicate 2"],
+)
+def test_gradients_live_for_one_layer(pool, parallelism, training):
+    """Of all that a step allocates: what it takes more without is the gradients of all layers, but for a few."""
+    world = math.prod(parallelism.values())
+    whole = LAYERS * LAYER * (2 if training.get("dtype") else 4) // parallelism["data_parallel_shard_degree"]
     peaks = {}
     for in_backward in (False, True):
-        given = settings("shard 2", in_backward=in_backward, head=lambda s: s)
-        peaks[in_backward] = pool.run("tests.optim.jobs:peak_of_gradients", world=2, config=given)[0]
-    assert peaks[True] <= 0.7 * peaks[False]
+        given = config(
+            model={**WIDE, "n_layers": LAYERS},
+            training={"max_norm": 0.0, "seq_len": 8, "local_batch_size": 1, **training},
+            parallelism={**parallelism, "fsdp_reshard_after_forward": "always"},
+            optimizer={"in_backward": in_backward, "name": "SGD"},
+        )
+        peaks[in_backward] = pool.run("tests.optim.jobs:peak_of_a_step", world=world, config=given)[0]
+    assert peaks[False] - peaks[True] >= 0.6 * whole, (peaks, whole)

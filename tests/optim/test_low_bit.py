@@ -179,10 +179,12 @@ def test_shards_of_rows_change_no_bit(saved):
 
 @pytest.mark.parametrize(
     "here",
-    [ONE, SHARDS, pytest.param(BOTH, marks=pytest.mark.slow)],
-    ids=["one process", "shard 2", "shard 2 × tensor 2"],
+    [SHARDS, *(pytest.param(one, marks=pytest.mark.slow) for one in (ONE, BOTH))],
+    ids=["shard 2", "one process", "shard 2 × tensor 2"],
 )
-@pytest.mark.parametrize("there", [SHARDS, TENSOR], ids=["from shard 2", "from tensor 2"])
+@pytest.mark.parametrize(
+    "there", [TENSOR, pytest.param(SHARDS, marks=pytest.mark.slow)], ids=["from tensor 2", "from shard 2"]
+)
 def test_state_loads_at_another_layout(pool, saved, here, there):
     """Bit for bit where blocks are as long; where they aren't, within the error of being quantised once more."""
     before = saved(there)

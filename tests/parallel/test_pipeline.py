@@ -187,7 +187,7 @@ def test_bf16_between_stages(pool):
         close(result["gradients"], {n: want["gradients"][n] for n in result["gradients"]}, 4e-2, "gradient")
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_evaluation(pool, world):
     """Other lengths and numbers of rows than training's; it leaves no weight gathered and the next step as it was."""
     shard = {"data_parallel_shard_degree": world // 2, "pipeline_parallel_microbatch_size": 4 // world}

@@ -46,7 +46,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The list of all layouts has these axes, too, for a tied head and SGD.
+SLOW = ("shard 4", "replicate 2 × shard 2", "shard 2, compiled, checkpointing by operator")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
+)
 def test_equals_one_plain_process(pool, layout):
     world, sections = LAYOUTS[layout]
     results = pool.run("tests.parity.jobs:train", world=world, config=config(**sections), steps=STEPS, masks="uneven")
@@ -59,7 +65,7 @@ def test_equals_one_plain_process(pool, layout):
     close(results[0]["weights"], want["weights"], 1e-4, "weight")
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_tied_head(pool, world):
     results = pool.run(
         "tests.parity.jobs:train",
@@ -124,7 +130,7 @@ def test_first_loss_is_ln_vocabulary(pool, world):
     [
         (1, {}, False),
         (1, {"training": {"mixed_precision_param": "bfloat16"}}, True),
-        (1, {"training": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}}, True),  # reduced in float32
+        (1, {"training": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}}, False),
         (2, {}, True),
     ],
 )

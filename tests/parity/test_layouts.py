@@ -7,6 +7,7 @@ import pytest
 from tests.parity.against_plain import check, of_variant, run, yardstick
 from tests.parity.layouts import (
     ALL_VARIANTS,
+    AXES,
     HARD,
     PAGE,
     PLAIN,
@@ -37,7 +38,7 @@ def test_every_variant(pool, layout):
     run(pool, layout.world, layout.config(), ALL_VARIANTS)
 
 
-@pytest.mark.parametrize("layout", [Layout({"shard": 1}), *(one for one in QUICK if one.world == 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout({"shard": 1}), *(Layout({axis: 2}) for axis in AXES)], ids=str)
 def test_an_evaluation_leaves_the_master_weights_in_place(pool, layout):
     """A save comes right after it: gathered weights in the compute type must not have taken their place."""
     for settings in (layout.config(), tied(layout.config())):

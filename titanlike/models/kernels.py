@@ -59,6 +59,14 @@ def _cpu_multiplies_bf16() -> bool:
 CPU_MULTIPLIES_BF16 = _cpu_multiplies_bf16()
 
 
+def graph_is_kept() -> bool:
+    """Asked inside a backward: whether another one may come through the same graph; so it is if torch can't say."""
+    try:
+        return torch._C._autograd._get_current_graph_task_keep_graph()
+    except AttributeError:
+        return True
+
+
 def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from titanlike.data.batch import IGNORE
+from titanlike.models import kernels
 from titanlike.models.logits_chunk import PLAIN, Chunk
 from titanlike.models.products import widened
 
@@ -104,9 +105,12 @@ class _SumLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Not in place: a pipeline's schedule that splits the backward asks twice. Straight into the weight's
-        # type: a float32 copy on the way would be as large as the weight.
-        scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+        # A pipeline's schedule that splits the backward asks twice; else the gradient's own memory is used. Straight
+        # into the weight's type: a float32 copy on the way would be as large as the weight.
+        if ctx.weight_dtype == grad_weight.dtype and not kernels.graph_is_kept():
+            scaled = grad_weight
+        else:
+            scaled = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         return grad_hidden * upstream, torch.mul(grad_weight, upstream, out=scaled), None, None, None
 
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+_CHUNK = 1 << 20  # elements
+
 
 @torch.no_grad()
 def clip_gradients(
@@ -47,10 +49,17 @@ def _norms(shards: list[torch.Tensor]) -> list[torch.Tensor]:
     float64, it is exact to float32 and no slower.
     """
     if all(shard.device.type == "cpu" for shard in shards):
-        wide = [torch.promote_types(shard.dtype, torch.float32) for shard in shards]
-        rows = [torch.linalg.vector_norm(s, dim=-1, dtype=d) for s, d in zip(shards, wide, strict=True)]
-        return [torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]
+        return [torch.linalg.vector_norm(_row_norms(shard), dtype=torch.float64) for shard in shards]
     return list(torch._foreach_norm(shards))
+
+
+def _row_norms(shard: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(shard.dtype, torch.float32)
+    if wide == shard.dtype or shard.ndim < 2:
+        return torch.linalg.vector_norm(shard, dim=-1, dtype=wide)
+    # A CPU makes a wide copy first: of some rows, not of a whole embedding.
+    parts = shard.split(max(1, _CHUNK // shard[0].numel()))
+    return torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts])
 
 
 def _scale(shards: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -19,14 +19,18 @@ from titanlike.optim.placed import local
 from titanlike.optim.sharded import ShardedOptimizer
 
 
-class Clipped(Protocol):
-    """A model, or one rank's part of it, as clipping sees it."""
+class Updated(Protocol):
+    """A model, or one rank's part of it, as its update sees it."""
 
     def parameters(self) -> Iterable[nn.Parameter]: ...
 
     @property
     def copies(self) -> Collection[nn.Parameter]:
         """Parameters of this rank that another rank counts."""
+        ...
+
+    def let_go_of_sums(self) -> None:
+        """Frees what is kept of gradients that have been used, while others are still to come."""
         ...
 
 
@@ -49,7 +53,7 @@ class Update(Protocol):
 class AfterBackward:
     """The ordinary one: clip by the global norm, then update everything."""
 
-    def __init__(self, model: Clipped, optimizer: ShardedOptimizer, max_norm: float, ready: Callable[[], None]):
+    def __init__(self, model: Updated, optimizer: ShardedOptimizer, max_norm: float, ready: Callable[[], None]):
         self._model, self._optimizer, self._max_norm, self._ready = model, optimizer, max_norm, ready
 
     def before_backward(self, step: int) -> None:
@@ -76,8 +80,10 @@ class InBackward:
     of a run is not clipped); "" doesn't clip.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, max_norm: float, clip: str, ready: Callable[[], None]):
-        self._optimizer, self._max_norm, self._clip, self._ready = optimizer, max_norm, clip, ready
+    def __init__(
+        self, model: Updated, optimizer: ShardedOptimizer, max_norm: float, clip: str, ready: Callable[[], None]
+    ):
+        self._model, self._optimizer, self._max_norm, self._clip, self._ready = model, optimizer, max_norm, clip, ready
         self._squares: list[torch.Tensor] = []
         self._previous: torch.Tensor | None = None
         for _, parameter, _ in optimizer.parameters():
@@ -91,6 +97,7 @@ class InBackward:
     @torch.no_grad()
     def _update(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
+        self._model.let_go_of_sums()
         square = counted_square(parameter.grad)
         self._squares.append(square)
         norm = self._previous
@@ -122,10 +129,10 @@ def _over_world(squares: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def build_update(config: Config, model: Clipped, optimizer: ShardedOptimizer, ready: Callable[[], None]) -> Update:
+def build_update(config: Config, model: Updated, optimizer: ShardedOptimizer, ready: Callable[[], None]) -> Update:
     """What `[optimizer] in_backward` asks for. `ready` waits until the weights may change."""
     max_norm = config.training.max_norm
     if not config.optimizer.in_backward:
         return AfterBackward(model, optimizer, max_norm, ready)
     clip = (config.optimizer.in_backward_clip or "") if max_norm else ""
-    return InBackward(optimizer, max_norm, clip, ready)
+    return InBackward(model, optimizer, max_norm, clip, ready)

@@ -7,6 +7,8 @@ Plain replication is the same with one shard; so is a single process, unless it 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,10 +83,10 @@ def has_shards(config: Config, world: int) -> bool:
     """Whether weights are spread over ranks, or change their type or place between the update and their use.
 
     A single process in one type needs none of it, and copying between weights and its one shard of each took an eighth
-    of a step.
+    of a step. It reduces nothing, so the type of that doesn't count.
     """
     training = config.training
-    one_type = training.dtype == training.mixed_precision_param == training.mixed_precision_reduce
+    one_type = training.dtype == training.mixed_precision_param
     return world > 1 or not one_type or training.enable_cpu_offload or bool(config.model.converters)
 
 
@@ -94,8 +96,9 @@ def shard_model(model: Decoder, ranks: Mesh, config: Config) -> None:
     Experts that are spread over ranks are a group as well, on what their own mesh leaves.
     """
     mesh = ranks.shards
-    # With one shard there is nothing to give back between forward and backward.
-    reshard = mesh["shard"].size() > 1 and reshards(config)
+    always = config.parallelism.fsdp_reshard_after_forward == "always"
+    # With one shard giving back only frees a copy that has to be made again: for those who ask for it.
+    reshard = reshards(config) and (always or mesh["shard"].size() > 1)
     options = {"mesh": mesh, "mp_policy": precision_policy(config)}
     if config.training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
@@ -105,13 +108,12 @@ def shard_model(model: Decoder, ranks: Mesh, config: Config) -> None:
         fully_shard(model.tok_embeddings, **options, reshard_after_forward=reshard)
     for block in model.layers.values():
         if block.moe is not None and ranks.experts is not None:
-            _shard_experts(block.moe.experts, ranks.experts["replicate", "expert_shard"], options, reshard)
+            _shard_experts(block.moe.experts, ranks.experts[(*ranks.replicas, "expert_shard")], options, reshard)
         fully_shard(block, **options, reshard_after_forward=reshard)
     if part.last and not tied:
         # The backward starts here at once, so giving the weights back first would only gather them again. A schedule
         # that splits the backward also needs them in place.
-        always = config.parallelism.fsdp_reshard_after_forward == "always" and part.first
-        fully_shard([model.norm, model.output], **options, reshard_after_forward=reshard and always)
+        fully_shard([model.norm, model.output], **options, reshard_after_forward=reshard and always and part.first)
     fully_shard(model, **options, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -130,6 +132,26 @@ def _shard_experts(experts: StackedExperts, mesh: DeviceMesh, options: dict, res
 
     here = {**options, "mesh": mesh, "reshard_after_forward": reshard and shards > 1}
     fully_shard(experts, **here, shard_placement_fn=along)
+
+
+def summing_groups(modules: Iterable[nn.Module]) -> list[Any]:
+    """FSDP's parameter groups; none in a torch that has them elsewhere."""
+    states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+    found = (getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)] for s in states)
+    return [group for groups in found for group in groups if group is not None]
+
+
+def let_go_of_sums(groups: list[Any]) -> None:
+    """Drops the gradients summed over replicas that FSDP keeps, whoever has used them, until the backward ends.
+
+    It keeps them lest the next group's gradients go where these are still being summed. Here those wait for that.
+    """
+    for group in groups:
+        if getattr(group, "_all_reduce_state", None) is None:
+            continue
+        if (used := getattr(group, "_post_reduce_event", None)) is not None:
+            group.comm_ctx.reduce_scatter_stream.wait_event(used)
+        group._all_reduce_state = None
 
 
 def _prefetch_neighbours(blocks: list) -> None:

@@ -26,7 +26,8 @@ from titanlike.config.derive import BatchLayout, Degrees, Place
 class Mesh:
     """One rank's view of the world.
 
-    `shards` is the (replicate, shard) mesh that parameters are spread over; gradients are summed over all of it.
+    `shards` is the (replicate, shard) mesh that parameters are spread over, without replicate where that is 1: FSDP
+    would sum over a group of one, and keep what it summed. Gradients are summed over all of it.
     `experts` is the mesh that experts are spread over. `tensor`, `context`, `pipeline` and `experts` are None where
     their degree is 1. `stage` holds all ranks of the same pipeline coordinate.
     """
@@ -43,6 +44,11 @@ class Mesh:
     @property
     def degrees(self) -> Degrees:
         return self.layout.degrees
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The axis over which weights are copied, if there is one."""
+        return replicas(self.degrees)
 
     @property
     def experts_split(self) -> bool:
@@ -72,6 +78,10 @@ class Mesh:
         return [dist.group.WORLD, *self.shards.get_all_groups(), *of_tensor, *of_experts, *others]
 
 
+def replicas(degrees: Degrees) -> tuple[str, ...]:
+    return ("replicate",) if degrees.replicate > 1 else ()
+
+
 def build_mesh(layout: BatchLayout, device_type: str) -> Mesh:
     """The mesh of these degrees over the running world."""
     d = layout.degrees
@@ -91,7 +101,7 @@ def build_mesh(layout: BatchLayout, device_type: str) -> Mesh:
     return Mesh(
         layout,
         d.place(dist.get_rank()),
-        parameters["replicate", "shard"],
+        parameters[(*replicas(d), "shard")],
         tensor=parameters["tensor"] if d.tensor > 1 else None,
         context=context,
         pipeline=parameters.get_group("pipeline") if d.pipeline > 1 else None,
@@ -101,7 +111,7 @@ def build_mesh(layout: BatchLayout, device_type: str) -> Mesh:
 
 
 def _experts(layout: BatchLayout, device_type: str) -> DeviceMesh:
-    """(replicate, expert_shard, expert) or, with experts split, (…, tensor)."""
+    """([replicate,] expert_shard, expert) or, with experts split, (…, tensor)."""
     d = layout.degrees
     tensor = d.tensor if layout.experts_split else 1
     shards = d.shard * d.context * d.tensor // (layout.experts * tensor)
@@ -111,4 +121,4 @@ def _experts(layout: BatchLayout, device_type: str) -> DeviceMesh:
     )
     if layout.experts_split:
         shape, names = (*shape, tensor), (*names, "tensor")
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)[names[1:]]
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)[(*replicas(d), *names[2:])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from titanlike.objectives.base import Objective
 from titanlike.optim.placed import like, local
 from titanlike.parallel.context import cut
 from titanlike.parallel.expert import Routing
+from titanlike.parallel.fully_shard import let_go_of_sums, summing_groups
 from titanlike.parallel.mesh import Mesh
 from titanlike.parallel.pipeline import Pipeline
 from titanlike.parallel.stages import StagePlan
@@ -39,6 +41,7 @@ class DistributedModel:
         self._takes_scales = (
             "quantize.linear.float8" in config.model.converters and float8.precompute_float8_dynamic_scale_for_fsdp
         )
+        self._summing: list[Any] | None = None
         self.routing = Routing(parts, mesh)
         self._pipeline = Pipeline(parts, plan, mesh, config, cut=self._own_columns) if plan else None
 
@@ -152,6 +155,13 @@ class DistributedModel:
         """Once all microbatches of a step are through: adds up what several stages know a part of."""
         if self._pipeline:
             self._pipeline.finish_gradients()
+
+    def let_go_of_sums(self) -> None:
+        """While the backward goes on: frees what is kept of gradients that have been summed over replicas, and used."""
+        if self._mesh.replicas:
+            if self._summing is None:
+                self._summing = summing_groups(module for _, module in self.named_modules())
+            let_go_of_sums(self._summing)
 
     def after_update(self) -> None:
         """Once the weights have changed, by an update or by loading."""
